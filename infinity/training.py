@@ -257,8 +257,8 @@ class Training:
         self.clear_gradients()
         self.residency.reset()
         self.rank_context.weights.drop()  # threads may have read while values were written
-        self.residency.outdate(range(len(self.records)))
         self._views.expire_all()
+        self.residency.outdate(range(len(self.records)))
         run_apart(partial(self.versions.count_updates, range(len(self.records))), "infinity-load")
 
     # What parameters call.

@@ -184,6 +184,10 @@ class Loans:
             if look is not None:
                 self._kept = [*(kept for kept in self._kept if kept.alive), look]
 
+    def end_forward(self) -> None:
+        """The outermost forward of a thread has ended."""
+        self._views.settle()
+
     def changes_told(self, index: int) -> int:
         return self._versions.changes_told(index)
 

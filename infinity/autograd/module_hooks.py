@@ -201,6 +201,8 @@ class ModelHooks:
         if not is_within:
             self._end_autocast()
             self._saved.leave_thread()
+            if self._loans is not None:
+                self._loans.end_forward()
 
     def _end_autocast(self) -> None:
         """The program's autocast cache is as it was before the outermost pass of this thread."""

@@ -40,7 +40,7 @@ from torch import nn
 
 from infinity.autograd.refusals import Watched, check_late
 from infinity.backward_passes import has_ended, threads_alive
-from infinity.parameters.frames import Frame, Hold
+from infinity.parameters.frames import Frame, Hold, numbers_of
 from infinity.parameters.homes import Homes
 from infinity.parameters.offloaded.becoming import cover, is_ours, ours, overwrite_data, uncover
 from infinity.parameters.offloaded.handlers import is_moving
@@ -129,6 +129,11 @@ class ModuleResidency:
         while frames and has_ended(frames[-1].call):
             self._end_last(frames)
         return bool(frames)
+
+    def working(self, *, elsewhere: bool = False) -> Set[int]:
+        """Numbers of the forwards and operations that run, of all threads or of all but this."""
+        here = threading.get_ident() if elsewhere else None
+        return numbers_of(has_ended, self._frames_of, self._operations_of, but=here)
 
     def innermost(self) -> int:
         """The number of the last forward that runs on this thread; -1 if none does."""

@@ -5,10 +5,13 @@ becomes of views that lie where values were before a change.
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,12 +20,20 @@ from checkpoint import ChangedTensorError
 from infinity.parameters.homes import Homes
 from infinity.parameters.offloaded.becoming import is_ours
 from infinity.parameters.offloaded.modes import unseen
-from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_view, storage_of
+from infinity.parameters.offloaded.placeholders import (
+    about,
+    placeholder,
+    refusal_of_view,
+    storage_of,
+    unwrapped,
+)
 from infinity.parameters.records import Record
 from infinity.parameters.structure import Structure
 from swap.cache.owners import Held
 from swap.memory.uses import root_of
 
+_log = logging.getLogger(__name__)
+_DATA: Any = torch.Tensor.data
 _REMEDY = (
     "change values inside `with offloaded.gathered([parameter], modify=True):`, which keeps them "
     "when the save has read what was there"
@@ -41,6 +52,11 @@ class Weights(Protocol):
 
     at_home: Homes
     """Those of parameters that are computed with where they are kept."""
+
+    def working(self, *, elsewhere: bool = False) -> Set[int]:
+        """Numbers of the forwards and operations that run, each another one; of all threads or of
+        all but this.
+        """
 
     @property
     def kept_out(self) -> Set[int]:
@@ -243,60 +259,113 @@ class KeptViews:
     Those taken outside of forward passes are told as they are given out. Within forward passes
     parameters compute as any others, and nobody is told. But the weights of each are in a storage
     of their own: where that is in use before they change, and not by us, the tensors over it are
-    looked for among all that Python's collector knows.
+    looked for among all that Python's collector knows. What runs meanwhile on another thread may
+    go on with those that it has, and may have been found with one in its hands: as long as it runs,
+    no view that was found then is refused.
     """
 
     def __init__(self, records: Sequence[Record], held: HeldWeights, weights: Weights) -> None:
         self._records = records
         self._held = held
         self._weights = weights
-        self._views: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._told: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._found: dict[int, dict[int, _Found]] = {}
+        """By the ``id`` of the tensor: the values of the parameter are about to change."""
+        self._late: dict[int, tuple[int, _Found]] = {}
+        """Parameter and tensor, by number: the values have changed."""
+        self._numbers = count()
 
     def add(self, index: int, view: torch.Tensor) -> None:
         """``view`` was handed out."""
-        known = [ref for ref in self._views.get(index, ()) if ref() is not None]
-        self._views[index] = [*known, weakref.ref(view)]
+        known = [ref for ref in self._told.get(index, ()) if ref() is not None]
+        self._told[index] = [*known, weakref.ref(view)]
 
     @unseen
     def find(self, indices: Iterable[int]) -> None:
         """The values of these parameters are about to change: what views programs have of them is
         known from now on.
         """
+        self.settle()
         changing = {*indices}
         held = {one.storage: one for one in self._held(changing)}
         in_place = {*self._weights.held}
         at_home = self._weights.at_home.held(changing, in_place)
         held |= {one.storage: one for one in at_home}
         if held:
-            for index, view in _views_over(held):
-                self.add(index, view)
+            views = _views_over(held)
+            others = self._weights.working(elsewhere=True)  # only now: one may just have begun
+            for index, view in views:
+                self._found.setdefault(index, {})[id(view)] = _Found(weakref.ref(view), others)
 
     def expire(self, indices: Iterable[int]) -> None:
         """The values of these parameters are others now, or elsewhere: each use of the views that
         are known of them raises ``RuntimeError`` from now on. Idempotent.
         """
-        for index in [index for index in indices if index in self._views]:
-            refusal = refusal_of_view(self._records[index].name)
-            for view in [ref() for ref in self._views[index]]:
-                if view is not None:
-                    with torch._C.DisableTorchFunctionSubclass():
-                        view.data = placeholder(view.shape, view.dtype, view.device, refusal)
-            del self._views[index]
+        for index in indices:
+            for view in self._told.get(index, ()):
+                self._refuse(index, view())
+            self._told.pop(index, None)
+            late = [(index, found) for found in self._found.get(index, {}).values()]
+            self._late.update(zip(self._numbers, late, strict=False))
+            self._found.pop(index, None)
+        self.settle()
 
     def expire_all(self) -> None:
         """As ``find`` and ``expire`` of everything, as the block ends."""
         self.find(range(len(self._records)))
-        self.expire([*self._views])
+        self.expire({*self._told, *self._found})
+
+    def settle(self) -> None:
+        """Refuse those that may have been in use on other threads, if that is over."""
+        working = self._weights.working() if self._late else set()
+        for number, (index, found) in [*self._late.items()]:
+            if found.others.isdisjoint(working):
+                self._refuse(index, found.view())
+                self._late.pop(number, None)
+
+    @unseen
+    def _refuse(self, index: int, view: torch.Tensor | None) -> None:
+        if view is None:
+            return
+        name = self._records[index].name
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                face = placeholder(*about(view), refusal_of_view(name))
+                _DATA.__set__(view, face)
+        except Exception as error:  # of whatever kind: a step is under way
+            _log.warning(
+                "a view of %s, a %s, was kept over a change of its values and cannot be refused "
+                "(%s): what it has is not defined; take it anew after each step",
+                *(name, type(view).__name__, error),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A tensor, and what was at work on other threads as it was found."""
+
+    view: weakref.ref[torch.Tensor]
+    others: Set[int]
 
 
 def _views_over(held: Mapping[int, Held]) -> list[tuple[int, torch.Tensor]]:
     """(parameter, tensor of the program over its weights), of all that there are."""
+    if gc.get_freeze_count():  # objects that a program froze are in no list
+        gc.unfreeze()
     with torch._C.DisableTorchFunctionSubclass():
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
         return [
-            (one.parameter, found)
-            for found in gc.get_objects()
-            if issubclass(type(found), torch.Tensor)
-            and (one := held.get(storage_of(found))) is not None
-            and not is_ours(found)
-            and root_of(found) != one.own
+            (one.parameter, view)
+            for found in tensors
+            if (one := held.get(_storage_of(found))) is not None
+            and not is_ours(view := unwrapped(found))
+            and root_of(view) != one.own
         ]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """As ``storage_of``; 0 for what cannot be asked, which is no view of weights."""
+    try:
+        return storage_of(tensor)
+    except Exception:  # of whatever kind: classes of programs may answer for themselves
+        return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import FrameType
@@ -32,3 +32,19 @@ class Frame:
     """The oldest first."""
     number: int = field(default_factory=count().__next__)
     """Counts all of the process, in the order in which they began."""
+
+
+def numbers_of(
+    has_ended: Callable[[FrameType], bool],
+    *stacks: Mapping[int, Sequence[Frame]],
+    but: int | None = None,
+) -> set[int]:
+    """Of the frames that have not ended, of stacks by thread, and of all threads ``but`` one."""
+    return {
+        frame.number
+        for frames_of in stacks
+        for thread, frames in [*frames_of.items()]
+        if thread != but
+        for frame in [*frames]
+        if not has_ended(frame.call)
+    }

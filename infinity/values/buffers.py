@@ -11,6 +11,7 @@ from torch import nn
 
 from aio.process.threads import Latch
 from infinity.parameters.first_values import Values
+from infinity.parameters.offloaded.placeholders import is_placeholder, refuse
 from swap.plain import bits_of
 
 
@@ -19,7 +20,9 @@ class BufferConversion:
     which lie in one another's memory still do inside; back on exit with the values they have.
     Elements that nothing changed meanwhile have the bits that they had, and what was changed in
     place is then the tensor that it was, so that views of it from before the block have these
-    values, too. Where the block has not ``begun`` they are as they were.
+    values, too. Where the block has not ``begun`` they are as they were. One that a program put
+    there and that has no values, being a view of weights that were changed since, stays, and is
+    refused by name when all others are back.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class BufferConversion:
         ended = [
             (module, name, before, buffer, buffer is inside)
             for module, name, before, inside in self._before
-            if (buffer := module._buffers.get(name)) is not None and buffer is not before
+            if (buffer := module._buffers.get(name)) is not None
+            and buffer is not before
+            and not is_placeholder(buffer)
         ]
         # All before the first is written: one may lie in the memory of another.
         changes = [self._changes(before, buffer) for _, _, before, buffer, _ in ended]
@@ -73,6 +78,10 @@ class BufferConversion:
             if not is_back and is_ours:  # or by what was written into another
                 is_back = _is_none(self._changes(before, buffer))
             module._buffers[name] = before if is_back else buffer.to(before.device, before.dtype)
+        for module, name, _before, _inside in self._before:
+            left = module._buffers.get(name)
+            if left is not None and is_placeholder(left):
+                refuse(left)
 
     def _changes(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``buffer`` are not what those of ``before`` are converted to, bit for

@@ -35,15 +35,15 @@ class Owners:
     def __init__(self) -> None:
         self._noted: dict[int, tuple[Held, int, StorageWeakRef]] = {}
         """By ``_cdata`` of the storage: what is there, the age of the parameter, the storage."""
+        self._before: dict[int, tuple[Held, int, StorageWeakRef]] = {}
+        """The same, of what was noted before a ``clear`` and is still in use."""
         self._ages: Counter[int] = Counter()
         self._look_at = _FIRST_LOOK
 
     def note(self, weight: torch.Tensor, parameter: int) -> None:
         """The storage of ``weight`` is for the weights of ``parameter``."""
         if len(self._noted) >= self._look_at:
-            self._noted = {
-                key: noted for key, noted in self._noted.items() if not noted[2].expired()
-            }
+            self._noted, self._before = _alive(self._noted), _alive(self._before)
             self._look_at = 2 * len(self._noted) + _FIRST_LOOK
         where = weight.untyped_storage()
         held = Held(parameter, where._cdata, root_of(weight))
@@ -59,10 +59,12 @@ class Owners:
         return held.parameter if is_current else None
 
     def held(self, parameters: Set[int]) -> list[Held]:
-        """Where the current weights of these are, for as long as anybody refers to them."""
+        """Where the weights of these are that they have had since they got new values, for as long
+        as anybody refers to them.
+        """
         return [
             held
-            for held, age, where in [*self._noted.values()]
+            for held, age, where in [*self._noted.values(), *self._before.values()]
             if held.parameter in parameters
             and age == self._ages[held.parameter]
             and not where.expired()
@@ -73,5 +75,12 @@ class Owners:
         self._ages.update(parameters)
 
     def clear(self) -> None:
-        """Any values may have changed."""
-        self._noted.clear()
+        """Any values may have changed: what is noted is to be computed with no more."""
+        noted, self._noted = self._noted, {}
+        self._before = _alive(self._before | noted)
+
+
+def _alive(
+    noted: dict[int, tuple[Held, int, StorageWeakRef]],
+) -> dict[int, tuple[Held, int, StorageWeakRef]]:
+    return {key: one for key, one in noted.items() if not one[2].expired()}

@@ -14,13 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import infinity
 from infinity.autograd import versions
+from tests.support.kept_views import REFUSED, Keeping, load, take_step
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.proof import by_turns
 from tests.support.training import WHOLE, least_budget, same_bits
 
 Change = Callable[[Any, Any, Path], None]
-
-REFUSED = r"view of layers\.0\.weight.*take it anew"
 
 
 @torch.no_grad()
@@ -45,42 +44,10 @@ TAKEN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Keeping(Stack):
-    """Keeps what ``take`` makes of its first weight in forward, of that layer or of its own."""
-
-    def __init__(self, take: Callable[[Any], Any], *, within: bool) -> None:
-        super().__init__()
-        self.kept: list[Any] = []
-        self._take = take
-        if within:
-            self.layer(0).register_forward_hook(lambda layer, *_: self._keep(layer))
-        self._within = within
-
-    def _keep(self, layer: Any) -> None:
-        if not self.kept:
-            self.kept.append(self._take(layer.weight))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        if not self._within:
-            self._keep(self.layers[0])
-        return y
-
-
-def _step(offloaded: Any, model: Any, folder: Path) -> None:
-    vector_loss(model, 1).backward()
-    offloaded.step()
-
-
 def _modify(offloaded: Any, model: Any, folder: Path) -> None:
     weight = model.layer(0).weight
     with offloaded.gathered([weight], modify=True), torch.no_grad():
         weight.mul_(2)
-
-
-def _load(offloaded: Any, model: Any, folder: Path) -> None:
-    offloaded.save(folder / "saved")
-    offloaded.load(folder / "saved")
 
 
 def _view(kept: Any) -> torch.Tensor:
@@ -117,7 +84,7 @@ def test_view_is_right_until_a_step_and_refused_from_then_on(
             assert same_bits(view.detach().clone(), expected)
             if view.requires_grad:
                 (view * 2).abs().sum().backward()
-        _step(offloaded, model, tmp_path)
+        take_step(offloaded, model, tmp_path)
         for use in (lambda: view * 2, lambda: view.detach().sum(), view.tolist, lambda: view[0]):
             with pytest.raises(RuntimeError, match=REFUSED):
                 use()
@@ -125,7 +92,7 @@ def test_view_is_right_until_a_step_and_refused_from_then_on(
         assert not torch.equal(_view(taken_anew).detach(), expected)
 
 
-@pytest.mark.parametrize("change", [_modify, _load])
+@pytest.mark.parametrize("change", [_modify, load])
 def test_view_is_refused_after_other_changes(
     change: Change, budget: int, nvme: Path, tmp_path: Path
 ) -> None:
@@ -215,7 +182,7 @@ def test_nothing_is_looked_for_where_nothing_is_kept(
             loss.backward()
             offloaded.step()
         _modify(offloaded, model, tmp_path)
-        _load(offloaded, model, tmp_path)
+        load(offloaded, model, tmp_path)
         with torch.no_grad():
             model(torch.ones(2, 256))
 
@@ -239,7 +206,7 @@ def test_tensors_of_all_kinds_are_passed_by(nvme: Path) -> None:
     before = [repr(kind) for kind in kinds]
     model = seeded(lambda: Keeping(TAKEN["transposed"], within=True))
     with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
-        _step(offloaded, model, nvme)
+        take_step(offloaded, model, nvme)
         with pytest.raises(RuntimeError, match=REFUSED):
             model.kept[0].sum()
     assert [repr(kind) for kind in kinds] == before

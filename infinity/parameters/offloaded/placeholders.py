@@ -51,6 +51,12 @@ _FACTORIES = frozenset(
 
 Serve = Callable[[Any, Any, Any], Any]
 
+_SHAPE: Any = torch.Tensor.shape
+_DTYPE: Any = torch.Tensor.dtype
+_DEVICE: Any = torch.Tensor.device
+_LAYOUT: Any = torch.Tensor.layout
+"""As torch has them: a class of the program's may have something else of that name."""
+
 
 def _of_tensors(*names: str) -> frozenset[object]:
     return frozenset(getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name))
@@ -79,9 +85,14 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """The ``_cdata`` of what a tensor, be it mapped over, lies in by strides; 0 if in none."""
-    tensor = _unwrapped(tensor)
-    is_in_one = tensor.layout == torch.strided and torch._C._has_storage(tensor)
-    return tensor.untyped_storage()._cdata if is_in_one else 0
+    tensor = unwrapped(tensor)
+    is_in_one = _LAYOUT.__get__(tensor) == torch.strided and torch._C._has_storage(tensor)
+    return torch.Tensor.untyped_storage(tensor)._cdata if is_in_one else 0
+
+
+def about(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """Of what class it may be: what ``placeholder`` makes another one of."""
+    return _SHAPE.__get__(tensor), _DTYPE.__get__(tensor), _DEVICE.__get__(tensor)
 
 
 class _Keyed(torch.Tensor):
@@ -168,7 +179,7 @@ def lost(
 
 def is_lost(leaf: Any) -> bool:
     """Whether it is one of ``lost``."""
-    return is_placeholder(leaf) and _unwrapped(leaf).is_meta
+    return is_placeholder(leaf) and unwrapped(leaf).is_meta
 
 
 def reason_of(leaf: torch.Tensor) -> str | None:
@@ -201,7 +212,7 @@ def end_lending(face: torch.Tensor) -> None:
 
 def lender_of(leaf: torch.Tensor) -> torch.Tensor | None:
     """The parameter whose data a placeholder was given."""
-    return _lenders.get(_unwrapped(leaf).untyped_storage()._cdata)
+    return _lenders.get(storage_of(leaf))
 
 
 def refuse(leaf: torch.Tensor) -> NoReturn:
@@ -210,20 +221,21 @@ def refuse(leaf: torch.Tensor) -> NoReturn:
 
 
 def _refusal_of(leaf: torch.Tensor) -> str:
-    face = _unwrapped(leaf)
-    if face.is_meta:
-        return _texts[face.untyped_storage()._cdata]
-    memory: Any = torch.empty(0, dtype=torch.uint8, device=face.device)
-    memory.set_(face.untyped_storage())
+    face = unwrapped(leaf)
+    device = _DEVICE.__get__(face)
+    if device.type == "meta":
+        return _texts[storage_of(face)]
+    memory: Any = torch.empty(0, dtype=torch.uint8, device=device)
+    memory.set_(torch.Tensor.untyped_storage(face))
     return bytes(memory.clone().tolist())[_TEXT_FROM:].decode()
 
 
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """What a transform has wrapped."""
     if _functorch.is_functionaltensor(tensor):
-        return _unwrapped(_functorch._unwrap_functional_tensor(tensor, False))
+        return unwrapped(_functorch._unwrap_functional_tensor(tensor, False))
     if _functorch.is_functorch_wrapped_tensor(tensor):
-        return _unwrapped(_functorch.get_unwrapped(tensor))
+        return unwrapped(_functorch.get_unwrapped(tensor))
     return tensor
 
 
