@@ -121,14 +121,11 @@ class WatchedThread(threading.Thread):
 
     The system gives a thread, and Python finds no memory for its first step: it ends with a line on
     stderr, and whoever waits for what it was to set waits for ever. What is called in it is let go
-<<<<<<< HEAD
     of at its end, and is known by that. Where `threading` calls something else one day, it waits.
 
     It runs from where its target calls `begun`, if that `tells`: others rely on it from there on.
-    Else it runs from one step before its target, and may end between the two.
-=======
-    of at its end, and is known by that. It is `within` what the thread is within that makes it. Where `threading` calls something else one day, it waits.
->>>>>>> fresh-ckpt2
+    Else it runs from one step before its target, and may end between the two. It is `within` what
+    the thread is within that makes it.
     """
 
     def __init__(
@@ -142,11 +139,8 @@ class WatchedThread(threading.Thread):
     ) -> None:
         super().__init__(target=target, name=name, args=args, daemon=daemon)
         self.has_begun = Latch()
-<<<<<<< HEAD
         self._tells = tells
-=======
         self._within = entered()
->>>>>>> fresh-ckpt2
         self._called: list[weakref.ref[object]] = []
         self._started = _Start(partial(_are_gone, self._called), name)
 
@@ -166,13 +160,9 @@ class WatchedThread(threading.Thread):
             raise
 
     def run(self) -> None:
-<<<<<<< HEAD
+        take_over(self._within)
         if not self._tells:
             self.has_begun.set()
-=======
-        take_over(self._within)
-        self.has_begun.set()
->>>>>>> fresh-ckpt2
         super().run()
 
     def has_died(self) -> bool:

@@ -15,8 +15,8 @@ def check_header(engine: Engine, file: File, record: FileRecord, *, lane: int = 
 
     Whatever its tensors hold: the header has the id of the save.
     """
-    # Memory of whole pages: into any other the engine reads by way of buffers of its own, which each
-    # lane then has beside what a load may take.
+    # Memory of whole pages: into any other the engine reads by way of buffers of its own, which
+    # each lane then has beside what a load may take.
     header = Slab(_PIECE_BYTES, huge_pages=False).allocate(_PIECE_BYTES)
     found = 0
     for first in range(0, record.header_nbytes, _PIECE_BYTES):

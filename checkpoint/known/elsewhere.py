@@ -1,7 +1,8 @@
 """Damage that other ranks know of: they read parts that this one does not, and one rank removes.
 
-Each tells of it as it saves. What it does not tell of any more has been read since, and is sound, or
-has been replaced. What this one knows of itself is in `damage`, and sound as soon as it has read it.
+Each tells of it as it saves. What it does not tell of any more has been read since, and is sound,
+or has been replaced. What this one knows of itself is in `damage`, and sound as soon as it has read
+it.
 """
 
 from __future__ import annotations

@@ -20,12 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from aio import Engine
-<<<<<<< HEAD
 from aio.process.threads import Latch, begun, say
-=======
-from aio.process.threads import Latch, say
 from aio.process.within import enter
->>>>>>> fresh-ckpt2
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart

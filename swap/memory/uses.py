@@ -30,15 +30,9 @@ def own_storage(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The values of ``flat``, contiguous, where they are, in a storage that nothing else lies in,
     and which keeps that memory.
     """
-<<<<<<< HEAD
-    if not flat.numel():
+    if not flat.numel():  # it would be in whatever storage it was made of
         return torch.empty(shape, dtype=flat.dtype, device=flat.device)
     own: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
-=======
-    own: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    if not flat.numel():  # which would be in whatever storage it was made of
-        return own.view(shape)  # type: ignore[no-any-return]
->>>>>>> fresh-views
     alias = from_dlpack(flat.view(torch.uint8))
     there: torch.Tensor = own.set_(alias.untyped_storage(), 0, shape)
     return there

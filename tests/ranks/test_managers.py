@@ -87,7 +87,8 @@ def test_calls_of_what_is_loaded_into_or_saved_that_would_wait_for_that_are_refu
     ranks = run_ranks(rank_calls.calls_of_sources_and_sinks, tmp_path, 2)
     for kind in ("sink", "source"):
         for name in ("latest", "save"):
-            every = [(rank, one) for rank, told in enumerate(ranks) for one in told[f"{name}, {kind}"]]
+            called = f"{name}, {kind}"
+            every = [(rank, one) for rank, told in enumerate(ranks) for one in told[called]]
             assert len(every) >= 2, (kind, name)
             for rank, complaint in every:
                 assert complaint.startswith(f"RuntimeError: rank {rank} "), complaint

@@ -1,5 +1,5 @@
-"""What the code of a program calls in the midst of an operation of ranks, and damage that is mended,
-in tests, run by ``tests.support.ranks``.
+"""What the code of a program calls in the midst of an operation of ranks, and damage that is
+mended, in tests, run by ``tests.support.ranks``.
 """
 
 from __future__ import annotations
