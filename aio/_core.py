@@ -127,8 +127,9 @@ class Core:
             entries[token] = ticket, view
             handed = native, token, ticket, view, handed
             operations.append(Operation(request, ticket))
+        is_late = _has_closed_all.is_set() and not self.on_reaper()
         self._hand_over(batch, entries, handed, lane)
-        if _has_closed_all.is_set() and not self.on_reaper():
+        if is_late:
             for ticket, _ in entries.values():
                 ticket.wait(None)
         return operations
@@ -147,10 +148,11 @@ class Core:
             error = -lib.aio_engine_submit(slot[0], batch, len(batch), lane)
             if error == errno.ENOMEM:
                 raise MemoryError(f"cannot queue {len(batch)} requests: there is no memory")
-            for native in batch:
-                # The engine is being closed meanwhile, or the lane cannot be woken.
-                if not native.accepted:
-                    self._complete(native.token, Outcome(0, error, 0.0, 0.0))
+            if error:  # the engine is being closed meanwhile, or the lane cannot be woken
+                for native in batch:
+                    if not native.accepted:
+                        self._complete(native.token, Outcome(0, error, 0.0, 0.0))
+            # Nothing takes memory on the way back: what is queued has operations.
         except BaseException:
             # An interrupt may have kept the call from being made. C says what it will report; of
             # the rest nobody has an operation, but whoever drains may wait for it. Nothing of this
@@ -227,31 +229,14 @@ class Core:
 
         Everybody waits for it: where there is no memory, it goes on when there is some.
         """
-        num_others = 0
-        is_short = False
-        has_begun = self._thread.has_begun
-        while not self._has_drained:
-            # All that is called is called in here: where there is no memory, calls raise.
-            try:
-                if is_short:
-                    _wait_for_memory()
-                    is_short = False
-                if not has_begun.is_set():
-                    has_begun.set()
-                self._reap_some()
-                num_others = 0
-            except MemoryError:
-                is_short = True
-            except Exception:  # where Python itself has no memory, it may say something else
-                is_short = True
-                num_others += 1
-                if num_others > _MAX_SHORTAGES:
-                    raise
+        self._thread.take_turns(self._reap_some)
 
-    def _reap_some(self) -> None:
-        """Goes on where the last call was left. Between C's answer and its being noted nothing
-        takes memory: Python keeps numbers up to _REAP_MAX at hand.
+    def _reap_some(self) -> bool:
+        """Goes on where the last call was left; False when all is done. Between C's answer and its
+        being noted nothing takes memory: Python keeps numbers up to _REAP_MAX at hand.
         """
+        if self._has_drained:  # and there was no memory to say so
+            return False
         while self._num_settled < self._num_reaped:
             self._settle(self._completions[self._num_settled])
             self._num_settled += 1
@@ -266,6 +251,7 @@ class Core:
                 self._slot = None
             _live.discard(self)
             self._has_drained = True
+        return not self._has_drained
 
     def _settle(self, native: Any) -> None:
         """May be repeated where there was no memory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from aio import Engine, Slab
+from aio.process.threads import surely
 from swap.cache.arena import Arena, HostArena
 from swap.cache.device_arena import DeviceArena
 from swap.cache.weight_cache import WeightCache
@@ -316,7 +317,7 @@ class TieredState:
 
         ``then`` is called when it is taken, on another thread; an interrupt comes before or after.
         Raises what stopped the step before, and ``ValueError`` for options that cannot be; nothing
-        of this one is done then. Raises ``MixedStateError`` where the rule raises at once.
+        of this one is done then. ``MixedStateError`` where the rule, or a lack of memory, stops it.
         """
         self.mixture.check()
         for update in updates.values():
@@ -334,25 +335,23 @@ class TieredState:
 
     def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
         self.num_changes += 1
-        self.speculation.taken()
-        self.gradients.capture()
+        small, moving = self.components.parted(step.touched(self.layout.subgroups))
         self.weights.schedule.end_cycle()
-        touched = step.touched(self.layout.subgroups)
-        small = [group for group in touched if self.components.is_updated_at_once(group)]
-        self.weights.begin_update(parts_of(small), step.updates, frozenset())
+        changed: Collection[int] = step.updates
         try:
+            self.gradients.capture()  # used up: it is done to its end, or not to be repeated
+            self.weights.begin_update(parts_of(small), step.updates, frozenset())
             self.stages.update_now(step, small)
-        except BaseException as failure:
-            raise self.mixture.stop_step(failure, step.updates) from failure
-        moving = [group for group in touched if not self.components.is_updated_at_once(group)]
-        if not self.speculation.validate(step, done, moving) and moving:
-            self.pipeline.wait()
-            self.pipeline.submit(step, moving)
-        self.speculation.end()
-        try:
+            if not self.speculation.validate(step, done, moving) and moving:
+                self.pipeline.wait()
+                self.pipeline.submit(step, moving)
+            changed = ()
+            self.speculation.taken()
+            self.speculation.end()
             then()
         except BaseException as failure:
-            raise self.mixture.stop_step(failure, ()) from failure
+            surely(partial(self.weights.fail, failure))
+            raise surely(partial(self.mixture.stop_step, failure, changed)) from failure
 
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises

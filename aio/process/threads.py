@@ -15,11 +15,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
+from aio._native import lib
 from aio.errors import AioError
 from aio.process.within import entered, take_over
 
+T = TypeVar("T")
 _REFUSALS = (
     ("can't start new thread",),
     ("can't create new thread at interpreter shutdown",),
@@ -30,6 +32,9 @@ NO_MORE_THREADS = (
     " of one more: raise RLIMIT_NPROC (ulimit -u), pids.max of its cgroup or RLIMIT_AS (ulimit -v)"
 )
 """Why the system gives no thread, which it does not tell, and what to do about it."""
+_MAX_FAILURES = 100
+"""In a row, of turns for which it need not be memory that lacks."""
+_wait_for_memory = lib.aio_wait_for_memory  # looked up here, as that takes memory
 LOOK_SECONDS = 1.0
 """How often those who wait look by themselves: an interrupt may keep them from being told."""
 
@@ -183,6 +188,21 @@ def begun() -> None:
         thread.has_begun.set()
 
 
+def surely(action: Callable[[], T]) -> T:
+    """Does what has to be done, and may be repeated: where there is no memory, again in a moment,
+    for about a second.
+    """
+    num_failures = 0
+    while True:
+        try:
+            return action()
+        except MemoryError:
+            num_failures += 1
+            if num_failures > _MAX_FAILURES:
+                raise
+            _wait_for_memory()
+
+
 def _are_gone(called: Sequence[weakref.ref[object]]) -> bool:
     return bool(called) and called[0]() is None
 
@@ -225,6 +245,32 @@ class Thread(WatchedThread):
             super().run()
         finally:
             self.has_ended.set()
+
+    def take_turns(self, turn: Callable[[], bool]) -> None:
+        """What its target does that others wait for: tells that it has begun, and does `turn` until
+        that returns False. Where there is no memory for a turn, which may be repeated, it is done
+        again when there is some. Raises what is no such error and comes at every turn.
+        """
+        num_failures = 0
+        is_short = False
+        while True:
+            # All that is called is called in here: where there is no memory, calls raise.
+            try:
+                if is_short:
+                    _wait_for_memory()
+                    is_short = False
+                if not self.has_begun.is_set():
+                    self.has_begun.set()
+                if not turn():
+                    return
+                num_failures = 0
+            except MemoryError:
+                is_short = True
+            except Exception:  # where Python itself has no memory, it may say something else
+                is_short = True
+                num_failures += 1
+                if num_failures > _MAX_FAILURES:
+                    raise
 
     def claimed_for(self, what: str) -> bool:
         """Whether it is to do this: what comes first, "work" or "nothing", for ever."""

@@ -60,7 +60,8 @@ class Lose(Protocol):
 @dataclass(slots=True, eq=False)
 class _Coming:
     """A gradient on the device, flat, which is there when ``computed`` is done. Copies of its
-    elements before ``started`` have begun. ``is_lost``: the rest is not wanted.
+    elements before ``started`` have begun. ``failure``: what it was lost by; the rest is not wanted
+    then, and ``is_told`` whether that was told.
     """
 
     parameter: int
@@ -68,7 +69,8 @@ class _Coming:
     computed: Event
     started: int = 0
     is_started: bool = False
-    is_lost: bool = False
+    failure: BaseException | None = None
+    is_told: bool = False
 
     @property
     def bytes_left(self) -> int:
@@ -174,11 +176,18 @@ class GradientInbox:
 
     def _run(self) -> None:
         stay_in_background()
-        self._thread.has_begun.set()
-        while self._wait_for_one():
-            self._start_pieces()
-            if self._pending:
-                self._finish_batch()
+        self._thread.take_turns(self._turn)
+
+    def _turn(self) -> bool:
+        """False when there is nothing left to do. Repeated where there was no memory: what is lost
+        by that is noted before anything else is tried.
+        """
+        if not self._wait_for_one():
+            return False
+        self._start_pieces()
+        if self._pending:
+            self._finish_batch()
+        return True
 
     def _wait_for_one(self) -> bool:
         """False when there is nothing left to do, and never will be."""
@@ -194,11 +203,12 @@ class GradientInbox:
         while self._coming:
             gradient = self._coming[0]
             try:
-                while not gradient.is_started:
+                while not (gradient.is_started or gradient.failure):
                     if not self._start_piece(gradient):
                         return
             except BaseException as failure:
-                self._give_up(gradient, failure)
+                gradient.failure = gradient.failure or failure
+            self._tell_if_lost(gradient)
             with self._lock:
                 gradient.is_started = True
                 self._coming.popleft()
@@ -271,13 +281,14 @@ class GradientInbox:
         try:
             if failure is not None:
                 raise failure
-            if not gradient.is_lost:
+            if gradient.failure is None:
                 self._store(gradient.parameter, piece.start, piece.buffer, is_last=piece.is_last)
         except BaseException as error:
-            self._give_up(gradient, error)
+            gradient.failure = gradient.failure or error
+        self._tell_if_lost(gradient)
 
-    def _give_up(self, gradient: _Coming, failure: BaseException) -> None:
+    def _tell_if_lost(self, gradient: _Coming) -> None:
         # Frames would keep the buffer, and there would never be room for another one.
-        if not gradient.is_lost:
-            self._lose(gradient.parameter, let_go(failure))
-        gradient.is_lost = gradient.is_started = True
+        if gradient.failure is not None and not gradient.is_told:
+            self._lose(gradient.parameter, let_go(gradient.failure))
+            gradient.is_told = True

@@ -118,9 +118,15 @@ class ComponentStore:
         """Whether an update may leave what is at home as it is until it is published."""
         return not self.is_array(subgroup) or self.arrays.on_host.has_spare(subgroup)
 
-    def is_updated_at_once(self, group: Subgroup) -> bool:
-        """As a step is taken: what is small, and what is on a device, which does it behind."""
-        return group.always_on_host or self.arrays.is_on_device(group.index)
+    def parted(self, groups: Iterable[Subgroup]) -> tuple[list[Subgroup], list[Subgroup]]:
+        """What is updated at once, as a step is taken (what is small, and what is on a device,
+        which does it behind), and the others.
+        """
+        parts: tuple[list[Subgroup], list[Subgroup]] = [], []
+        for group in groups:
+            is_at_once = group.always_on_host or self.arrays.is_on_device(group.index)
+            parts[not is_at_once].append(group)
+        return parts
 
     def extent(self, subgroup: int, name: str) -> Extent | None:
         """Where an NVME component is; None while it is all zeros."""

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
+from swap.interruptions.mixture import MixedStateError
 from swap.plan.layout import Subgroup
-from swap.update.stages import Job, RuleError, Step, VisitError
+from swap.update.stages import Job, RuleError, Stages, Step, VisitError
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,14 @@ class Pass:
     held: deque[Job] = field(default_factory=deque)
     is_held_in_order: bool = False
     begun: set[int] = field(default_factory=set)
+    failure: BaseException | None = None
+    """What stopped it."""
+    left: list[Subgroup] = field(default_factory=list)
+    """Abandoned, as it was stopped."""
+    is_unknown: bool = False
+    """Whether some of it may be half published: there was no memory, or a mistake of ours."""
+    stopped_by: MixedStateError | None = None
+    """What is raised for it, where it cannot be repeated."""
 
     @property
     def is_empty(self) -> bool:
@@ -78,6 +87,37 @@ class Pass:
             self.writing.remove(job)
             self.reading.append(job)
             raise
+
+    def bring_home(self, stages: Stages) -> list[Subgroup]:
+        """Of a step that is stopped: publish what is written and abandon the rest, which is
+        returned. May be called again where there was no memory.
+        """
+        for jobs in (self.held, self.writing):
+            while jobs:
+                try:
+                    stages.publish(jobs[0])
+                except Exception as failure:  # the first one is the one that is reported
+                    self.is_unknown = self.is_unknown or isinstance(failure, MemoryError)
+                    if not jobs[0].is_published:
+                        self.reading.append(jobs[0])
+                jobs.popleft()
+        while self.reading:
+            try:
+                stages.abandon(self.reading[0])
+            except MemoryError:
+                raise
+            except Exception:  # a mistake of ours, which would come up again
+                self.is_unknown = True
+            self.left.append(self.reading[0].subgroup)
+            self.reading.popleft()
+        return [*self.left, *self.waiting]
+
+    def abandon(self, stages: Stages) -> None:
+        """Leave everything as it is at home. May be called again where there was no memory."""
+        self.reading += [*self.held, *self.writing]
+        self.held.clear()
+        self.writing.clear()
+        self.bring_home(stages)
 
     def is_not_begun(self, group: Subgroup) -> bool:
         """Unless other parts of its parameters are on their way, for a step that is not taken."""

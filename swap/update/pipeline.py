@@ -21,7 +21,6 @@ retrying are ours.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -47,10 +46,10 @@ class UpdatePipeline:
         self._stages = stages
         self._weights = weights
         self._overlap = overlap
-        self._work: queue.SimpleQueue[Pass | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._changes = Changes()
         self._current: Pass | None = None
+        self._is_closing = False
         self.speculation_failure: BaseException | None = None
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
@@ -58,7 +57,7 @@ class UpdatePipeline:
         try:
             start_thread(self._thread)
         except BaseException:
-            self._work.put(None)  # should it have started all the same
+            self._is_closing = True  # should it have started all the same
             raise
 
     # Steps.
@@ -170,7 +169,9 @@ class UpdatePipeline:
         try:
             self.roll_back()
         finally:
-            self._work.put(None)
+            self._is_closing = True
+            with self._lock:
+                self._changes.tell()
             join_thread(self._thread)
 
     # The thread.
@@ -185,29 +186,48 @@ class UpdatePipeline:
 
     def _begin(self, work: Pass) -> None:
         assert self._current is None
-        try:
-            self._current = work
-        finally:  # a pass that the thread is not given would never end
-            self._work.put(work)
+        with self._lock:
+            self._current = work  # from here on the thread has it, at its next look at the latest
+            self._changes.tell()
 
     def _run(self) -> None:
         stay_in_background()
-        self._thread.has_begun.set()
-        while (work := self._work.get()) is not None:
-            with torch.no_grad():
-                try:
+        with torch.no_grad():
+            self._thread.take_turns(self._turn)
+
+    def _turn(self) -> bool:
+        """A pass, or what is left of one where there was no memory. False: there will be none."""
+        work = self._next_pass()
+        try:
+            if work is None:
+                return False
+            try:
+                if work.failure is None:
                     self._pass(work)
-                except BaseException as failure:  # kept, and raised where the step is waited for
-                    self._stop(work, let_go(failure))
-                finally:
-                    with self._lock:
-                        self._current = None
-                        self._changes.tell()
+            except BaseException as failure:  # kept, and raised where the step is waited for
+                work.failure = failure
+            if work.failure is not None:
+                self._stop(work, let_go(work.failure))
+            with self._lock:
+                if self._current is work:
+                    self._current = None
+                self._changes.tell()
+            return True
+        finally:
+            del work  # an error that is kept leads to this frame
+
+    def _next_pass(self) -> Pass | None:
+        while True:
+            with self._lock:
+                if self._current is not None or self._is_closing:
+                    return self._current
+                change = self._changes.next()
+            change.wait(LOOK_SECONDS)
 
     def _pass(self, work: Pass) -> None:
         while self._wait_for_work(work):
             if work.is_rolled_back:
-                self._abandon(work)
+                work.abandon(self._stages)
                 return
             self._publish_held(work)
             self._start_reads(work)
@@ -336,64 +356,41 @@ class UpdatePipeline:
         self._stages.publish(job)
         return True
 
-    def _abandon(self, work: Pass) -> None:
-        for job in (*work.held, *work.writing, *work.reading):
-            self._stages.abandon(job)
-
     def _stop(self, work: Pass, failure: BaseException) -> None:
         """Undo a speculative pass; of a step, bring home what can be, keep the rest for ``retry``.
 
         A failure other than one of our I/O, which comes before or after the rule, may have left
-        arrays in host memory half updated; that cannot be repeated.
+        arrays in host memory half updated; that cannot be repeated. May be called again.
         """
         with self._lock:
             work.is_rolled_back = not work.is_validated
         if work.is_rolled_back:
             self.speculation_failure = failure
-            self._abandon(work)
+            work.abandon(self._stages)
             return
-        if work.was_speculative and (isinstance(failure, VisitError) or is_no_room(failure)):
-            self._go_on(work)
+        left = work.bring_home(self._stages)
+        may_go_on = isinstance(failure, VisitError) or is_no_room(failure)
+        if work.was_speculative and may_go_on and not work.is_unknown:
+            self._go_on(work.step, left)
             return
-        self._failure, is_home = failure, False
-        left = [job.subgroup for job in (*work.held, *work.writing, *work.reading)]
-        left += work.waiting
-        try:
-            left = self._bring_home(work)
-            is_home = True
-        finally:
-            self._left = (work.step, left)
-            if is_home and isinstance(failure, OSError):
-                advise(failure, _REMEDY)
-            else:
-                touched = parts_of(left).keys() & work.step.updates.keys()
-                self._failure = self._stages.mixture.stop_step(failure, touched)
-            self._weights.fail(self._failure)
+        self._left, self._failure = (work.step, left), failure
+        if isinstance(failure, OSError) and not work.is_unknown:
+            advise(failure, _REMEDY)
+        elif work.stopped_by is None:
+            is_known = not (work.is_unknown or isinstance(failure, MemoryError))
+            parts = parts_of(left) if is_known else work.step.updates
+            touched = parts.keys() & work.step.updates.keys()
+            work.stopped_by = self._stages.mixture.stop_step(failure, touched)
+        self._failure = work.stopped_by or failure
+        self._weights.fail(self._failure)
 
-    def _go_on(self, work: Pass) -> None:
+    def _go_on(self, step: Step, left: list[Subgroup]) -> None:
         """What was held back took the room that the rest needed, or a device failed with that:
-        publish it, which frees the versions before it, and do the rest as a step of its own.
+        it is published, which frees the versions before it, and the rest is a step of its own.
         """
-        again = Pass(work.step, is_validated=True, is_complete=True)
-        try:
-            left = self._bring_home(work)
-            self._weights.fail(None)
-            self._weights.begin_update(parts_of(left), work.step.updates, frozenset())
-            self._add(again, left)
-            self._pass(again)
-        except BaseException as failure:  # as in ``_run``
-            self._stop(again, let_go(failure))
-
-    def _bring_home(self, work: Pass) -> list[Subgroup]:
-        """Publish what is written and abandon the rest, which is returned."""
-        left: list[Subgroup] = []
-        for job in (*work.held, *work.writing):
-            try:
-                self._stages.publish(job)
-            except Exception:  # the first failure is the one that is reported
-                self._stages.abandon(job)
-                left.append(job.subgroup)
-        for job in work.reading:
-            self._stages.abandon(job)
-            left.append(job.subgroup)
-        return [*left, *work.waiting]
+        again = Pass(step, is_validated=True, is_complete=True)
+        self._weights.fail(None)
+        self._weights.begin_update(parts_of(left), step.updates, frozenset())
+        self._add(again, left)
+        with self._lock:
+            self._current = again

@@ -145,8 +145,8 @@ class Staging(Generic[S]):
         """Wait for the writes; then the new extents replace the old ones, and the slot is free."""
         self.finish_write(staged)
         if staged.extents:
-            self._components.publish(staged.subgroup.index, staged.extents)
-            staged.extents = {}
+            extents, staged.extents = staged.extents, {}  # they are nobody's to release any more
+            self._components.publish(staged.subgroup.index, extents)
         if self._is_beside_home(staged):
             self._components.arrays.on_host.publish(staged.subgroup.index)
         self.release_slot(staged)
@@ -162,9 +162,8 @@ class Staging(Generic[S]):
             staged.slot = None
         staged.reads.clear()
         staged.writes.clear()
-        for extent in staged.extents.values():
-            self._components.nvme.release(extent)
-        staged.extents = {}
+        while staged.extents:  # none of them twice, where there is no memory and this is repeated
+            self._components.nvme.release(staged.extents.popitem()[1])
 
     def abandon(self, staged: S) -> None:
         """Leave the subgroup as it is published: let transfers end, give extents and slot back."""

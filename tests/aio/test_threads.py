@@ -22,6 +22,7 @@ from aio.process.threads import (
     join_thread,
     start_apart,
     start_thread,
+    surely,
 )
 from checkpoint.sheltered import Worker, sheltered
 from checkpoint.threads import Workers, run_all, started
@@ -165,6 +166,44 @@ def test_error_of_work_comes_out_where_no_memory_is_left_to_let_go_of_it(
     run = sheltered if keeps.startswith("checkpoint") else run_apart
     with pytest.raises(ValueError, match="of the work"):
         run(fail, "a-thread")
+
+
+def test_turns_are_taken_again_where_there_was_no_memory() -> None:
+    outcomes: list[Any] = [MemoryError(), True, SystemError(), MemoryError(), True, False]
+    thread: Thread
+
+    def turn() -> bool:
+        assert thread.has_begun.is_set()
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return bool(outcome)
+
+    thread = Thread(lambda: thread.take_turns(turn), "a-thread", tells=True)
+    start_thread(thread)
+    join_thread(thread)
+    assert outcomes == []
+
+
+def test_turns_end_with_what_comes_at_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aio.process.threads._wait_for_memory", lambda: None)
+
+    def turn() -> bool:
+        raise ValueError("of the turn")
+
+    with pytest.raises(ValueError, match="of the turn"):
+        Thread(lambda: None, "a-thread").take_turns(turn)
+
+
+def test_what_has_to_be_done_is_done_again_until_there_is_memory() -> None:
+    outcomes: list[Any] = [MemoryError(), MemoryError(), None]
+
+    def action() -> str:
+        if outcome := outcomes.pop(0):
+            raise outcome
+        return "done"
+
+    assert surely(action) == "done"
 
 
 def test_a_watched_thread_that_ran_has_died_and_one_that_runs_has_not() -> None:
