@@ -277,8 +277,10 @@ class KeptViews:
 
     def add(self, index: int, view: torch.Tensor) -> None:
         """``view`` was handed out."""
-        known = [ref for ref in self._told.get(index, ()) if ref() is not None]
-        self._told[index] = [*known, weakref.ref(view)]
+        known = self._told.setdefault(index, [])
+        if not len(known) & (len(known) + 1):  # at 1, 3, 7, ...: not each time, or many take long
+            known[:] = [ref for ref in known if ref() is not None]
+        known.append(weakref.ref(view))
 
     @unseen
     def find(self, indices: Iterable[int]) -> None:
