@@ -32,7 +32,7 @@ from infinity.optim.optimizer import OffloadedOptimizer, StepTaker
 from infinity.optim.rule import OptimizerRule
 from infinity.optim.state_reference import StateReference
 from infinity.optim.stepping import as_norm, clip_coefficient, options_of, updates_for
-from infinity.parameters.offloaded.becoming import become_offloaded
+from infinity.parameters.offloaded.becoming import become_offloaded, hooked
 from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.histories import ChangeCount
 from infinity.parameters.offloaded.modes import own_modes, unseen
@@ -164,7 +164,7 @@ class Training:
         self._phases.end_backward()
         self.gradients.take_left()
         present = sorted(self.gradients.present)
-        self.rank_context.begin_step(present, self.steps, self.optimizer.param_groups)
+        self.gradients.begin_step(present, self.steps, self.optimizer.param_groups)
         self.rule.check_step()
         if not present:  # groups may count steps all the same
             self.rule.advance(self.optimizer.param_groups, ())
@@ -337,7 +337,7 @@ class Training:
     @unseen
     def _take_gradient(self, parameter: torch.Tensor) -> None:
         """Autograd accumulated into ``parameter``: move that to the gradient store."""
-        if self.gradients.take(self.index_of(parameter), parameter):
+        if self.gradients.take(self.index_of(hooked(parameter)), parameter):
             self._phases.backward_works()
 
     def _leave_gradients(self) -> None:

@@ -10,8 +10,9 @@ joins them is brought to their scale, after they were clipped; both go with the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -44,6 +45,8 @@ class Accumulated:
         self.clip_factor = 1.0
         self.passes = BackwardPasses()
         self._consumed: set[int] = set()
+        self._zeroed: set[int] = set()
+        """Those that a program has set to zero, and nothing was added to since."""
         self._is_clearing = False
         """Whether who takes a step now clears the gradients after it."""
         self._is_to_be_cleared = False
@@ -65,6 +68,11 @@ class Accumulated:
     def arrived(self) -> frozenset[int]:
         """Of those, the ones that have, on this rank."""
         return self._state.gradients.present
+
+    @property
+    def worth_keeping(self) -> frozenset[int]:
+        """Of those, the ones that ``zero_grad(set_to_none=False)`` has not just cleared."""
+        return self.arrived - self._zeroed
 
     def norm(self) -> float:
         """The 2-norm over all, unscaled and before clipping."""
@@ -134,19 +142,23 @@ class Accumulated:
         used those before.
         """
         self._check_age(index, age)
-        if values.any():
+        if is_any := bool(values.any()):
             self._check_unscaled(self._records[index].name)
         self._consumed.discard(index)
         self.keep(index, values)
+        if not is_any:
+            self._zeroed.add(index)
 
     def keep(self, index: int, values: torch.Tensor) -> None:
         """A program has changed what ``values`` gave."""
         self.changed = True
         self._counts[index].changes += 1
+        self._zeroed.discard(index)
         with self._or_lost(index):
             self._clip_now()
             record = self._records[index]
             flat = values.detach().cpu().reshape(-1)
+            self._rank_context.note_change(record, flat)
             part = flat[record.first : record.first + record.spec.numel]
             self._state.clear_gradients(index)
             self._state.add_gradient(index, part)
@@ -164,6 +176,7 @@ class Accumulated:
         self._rank_context.drop_gradients(index)
         self._state.clear_gradients(index)
         self._consumed.discard(index)
+        self._zeroed.discard(index)
         self._ages[index] += 1
         self._counts[index].marks.clear()  # who has it still may not keep the graph
         self._counts[index] = ChangeCount()
@@ -223,9 +236,20 @@ class Accumulated:
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """A gradient that arrives, of the pass that runs now."""
         self._counts[index].changes += 1
+        self._zeroed.discard(index)
         with self._or_lost(index):
             self._clip_now()
             self._rank_context.add_gradient(index, self.scale.taken(gradient))
+
+    def begin_step(
+        self, present: Sequence[int], steps: Sequence[int], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """All ranks take the same step. Raises ``RankDifferenceError`` if they do not."""
+        factors = {
+            "the scale of the loss": self.scale.value,
+            "what clipping multiplies gradients by": self.clip_factor,
+        }
+        self._rank_context.begin_step(present, steps, groups, factors)
 
     def check_unused(self) -> None:
         """Raises ``RuntimeError`` naming a parameter whose gradient a step has used: in memory
@@ -270,6 +294,7 @@ class Accumulated:
 
     def _forget_used(self) -> None:
         self._consumed.clear()
+        self._zeroed.clear()
         self._ages = [age + 1 for age in self._ages]
         self.forget_histories()
         self._counts = [ChangeCount() for _ in self._ages]
@@ -296,6 +321,7 @@ class Accumulated:
         while unclipped:
             with self._or_lost(*unclipped):
                 clipped = self._state.gradients.read(unclipped[0]).mul_(factor)
+                self._rank_context.note_change(self._records[unclipped[0]], torch.tensor([factor]))
                 self._state.clear_gradients(unclipped[0])
                 self._state.add_gradient(unclipped[0], clipped)
             del unclipped[0]

@@ -56,7 +56,7 @@ class LeftGradients:
                 values = self._accumulated.read(index)
                 if values is not None and index in self.given_back:
                     self.given_back[index].detach().copy_(values)
-        left = sorted(self._accumulated.arrived - self.given_back.keys())
+        left = sorted(self._accumulated.worth_keeping - self.given_back.keys())
         if left and kind is None:
             _log.warning(
                 "the offload block ends with gradients that %d parameters (%s first) have "

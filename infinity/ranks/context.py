@@ -56,10 +56,19 @@ class RankContext(Protocol):
     def meet(self, kind: int, step: int) -> None:
         """All ranks do this now, after that many steps."""
 
+    def note_change(self, record: Record, values: torch.Tensor) -> None:
+        """A program has made ``values`` of the gradient, or multiplied it by them."""
+
     def begin_step(
-        self, present: Sequence[int], steps: Sequence[int], groups: Sequence[Mapping[str, Any]]
+        self,
+        present: Sequence[int],
+        steps: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
+        factors: Mapping[str, float],
     ) -> None:
-        """All ranks take the same step. Raises ``RankDifferenceError`` if they do not."""
+        """All ranks take the same step, with gradients that were changed alike and are to be
+        multiplied by the same ``factors``. Raises ``RankDifferenceError`` if they do not.
+        """
 
     def end_step(self, updated: Iterable[int]) -> None:
         """These parameters are being updated."""
@@ -122,8 +131,15 @@ class SingleRank:
     def meet(self, kind: int, step: int) -> None:
         """There is nobody to meet."""
 
+    def note_change(self, record: Record, values: torch.Tensor) -> None:
+        """There is nobody to disagree with."""
+
     def begin_step(
-        self, present: Sequence[int], steps: Sequence[int], groups: Sequence[Mapping[str, Any]]
+        self,
+        present: Sequence[int],
+        steps: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
+        factors: Mapping[str, float],
     ) -> None:
         """There is nobody to disagree with."""
 

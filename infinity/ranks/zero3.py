@@ -69,6 +69,8 @@ class Zero3:
         self._reductions = Reductions(records, ranks, memory, state.add_gradient)
         self.outside_bytes = capacity_bytes // 2
         self._sums: dict[str, int] = {}
+        self._changes: dict[str, int] = {}
+        """Checksums of what programs made of gradients since the last step."""
         self._step = 0
         ranks.names = [record.name for record in records]
 
@@ -148,15 +150,26 @@ class Zero3:
     def meet(self, kind: int, step: int) -> None:
         self.ranks.meet(kind, step)
 
+    def note_change(self, record: Record, values: torch.Tensor) -> None:
+        before = self._changes.get(record.name, 0)
+        self._changes[record.name] = _sum_of(values, before)
+
     def begin_step(
-        self, present: Sequence[int], steps: Sequence[int], groups: Sequence[Mapping[str, Any]]
+        self,
+        present: Sequence[int],
+        steps: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
+        factors: Mapping[str, float],
     ) -> None:
         self._step = max(steps)
         options = [
             {key: repr(value) for key, value in group.items() if key != "params"}
             for group in groups
         ]
-        digest = zlib.crc32(repr((list(present), list(steps), options)).encode())
+        # Each rank has its slice of a changed gradient, and a copy of its own of a small one.
+        changes = [(name, self._changes[name]) for name in sorted(self._changes)]
+        made = (list(present), list(steps), options, changes, sorted(factors.items()))
+        digest = zlib.crc32(repr(made).encode())
         rows = self.ranks.meet(STEP, self._step, digest)
         if all(row[3] == digest for row in rows):
             return
@@ -169,9 +182,15 @@ class Zero3:
         }
         for number, group in enumerate(options):
             facts |= {f"{key} of parameter group {number}": value for key, value in group.items()}
+        facts |= {name: repr(value) for name, value in factors.items()}
+        facts |= {
+            f"what the program made of the gradient of {name} (a checksum)": value
+            for name, value in changes
+        }
         check_same(self.ranks, facts)
 
     def end_step(self, updated: Iterable[int]) -> None:
+        self._changes.clear()
         self._gathered.end_step(updated)
 
     # Gradients.
@@ -188,6 +207,8 @@ class Zero3:
 
     def drop_gradients(self, index: int | None = None) -> None:
         self._reductions.drop(index)
+        for record in self._records if index is None else [self._records[index]]:
+            self._changes.pop(record.name, None)
 
     def norm(self) -> float:
         gradients = self._state.gradients
@@ -239,6 +260,6 @@ def _sum_of_stored(values: StoredValues) -> int:
     return total
 
 
-def _sum_of(flat: torch.Tensor) -> int:
+def _sum_of(flat: torch.Tensor, before: int = 0) -> int:
     values = plain(flat.detach()).cpu().contiguous()
-    return int(crc32c(as_bytes(values).numpy())) if values.numel() else 0
+    return int(crc32c(as_bytes(values).numpy(), before)) if values.numel() else before

@@ -105,6 +105,8 @@ def _by_name(model: nn.Module, *_: object) -> None:
     scalars = torch.linspace(1e-3, 1e-2, len(gradients))
     ones = [torch.ones_like(g) for g in gradients]
     torch._foreach_addcmul_(gradients, ones, ones, scalars)
+    torch._foreach_mul_(gradients, torch._foreach_pow(2.0, gradients))
+    torch._foreach_mul_(gradients, torch._foreach_pow(self=0.5, exponent=gradients))
     gradients[0].mul_(1e3).div_(1, rounding_mode="floor")
 
 

@@ -101,12 +101,14 @@ def test_gradients_since_the_last_step_are_named_as_the_block_ends(
         caplog.at_level(logging.WARNING),
         infinity.offload(model, nvme, optimizer=optimizer, host_memory=BUDGET),
     ):
+        vector_loss(model, 1).backward()
+        model.zero_grad(set_to_none=False)
         vector_loss(model, 0).backward()
     assert caplog.text.count(f"{ENDS} that {count} parameters (layers.0.weight first)") == 1
     assert all(gradient is None for gradient in _gradients(model).values())
 
 
-@pytest.mark.parametrize("how", ["step", "optimizer", "cleared", "error"])
+@pytest.mark.parametrize("how", ["step", "optimizer", "cleared", "zeroed", "error"])
 def test_nothing_is_named_where_no_gradient_is_left_or_an_error_is_on_its_way(
     how: str, nvme: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +123,8 @@ def test_nothing_is_named_where_no_gradient_is_left_or_an_error_is_on_its_way(
                 offloaded.optimizer.step()
             elif how == "cleared":
                 model.zero_grad()
+            elif how == "zeroed":
+                model.zero_grad(set_to_none=False)
             else:
                 raise KeyError
 

@@ -120,6 +120,21 @@ def test_hooks_of_the_program_see_and_change_gradients(host_memory: int, nvme: P
                 assert same_bits(gradient, theirs.grad)
 
 
+def test_a_hook_that_returns_a_tensor_is_refused_as_by_torch(nvme: Path) -> None:
+    model = seeded(Stack)
+
+    def hook(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        return parameter.grad.mul_(0.5)  # type: ignore[return-value]
+
+    model.layer(0).weight.register_post_accumulate_grad_hook(hook)
+    with infinity.offload(model, nvme, host_memory="1GiB") as offloaded:
+        refused = "^a hook that register_post_accumulate_grad_hook .* let it return nothing"
+        with pytest.raises(RuntimeError, match=refused):
+            vector_loss(model, 0).backward()
+        offloaded.optimizer.zero_grad()
+
+
 def test_a_gradient_can_be_deleted(host_memory: int, nvme: Path) -> None:
     model = seeded(Stack)
     with infinity.offload(model, nvme, host_memory=host_memory):

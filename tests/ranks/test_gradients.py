@@ -69,3 +69,46 @@ def gradient_without_memory(rank: int, folder: Path) -> bool:
 
 def test_a_gradient_without_memory_is_refused_by_every_rank(tmp_path: Path) -> None:
     assert run_ranks(gradient_without_memory, tmp_path, 2) == [True, True]
+
+
+def changed_by_rank(rank: int, folder: Path, *, change: str) -> str:
+    """What a step says of gradients that each rank changes in its own way."""
+    model = seeded(gpt)
+    small = next(p for p in model.parameters() if p.dim() == 1)
+    with (
+        pytest.raises(infinity.RankDifferenceError) as refused,
+        infinity.offload(
+            model, folder, host_memory="1GiB", process_group=world(), optimizer=infinity.AdamW()
+        ) as offloaded,
+    ):
+        loss_of(model, rank).backward()
+        assert small.grad is not None
+        if change == "noise":
+            values = torch.Generator().manual_seed(rank)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.add_(torch.randn(parameter.shape, generator=values))
+        elif change == "data":
+            small.grad.data = torch.full(small.shape, float(rank))
+        else:
+            offloaded.clip_grad_norm_(1e-3 * (1 + rank))
+            if change == "clipped before":
+                small.grad.mul_(2)
+        offloaded.step()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("noise", "what the program made of the gradient of "),
+        ("data", "what the program made of the gradient of "),
+        ("clipped", "what clipping multiplies gradients by is "),
+        ("clipped before", "what the program made of the gradient of "),
+    ],
+)
+def test_a_step_with_gradients_that_each_rank_changed_in_its_own_way_is_refused(
+    change: str, named: str, tmp_path: Path
+) -> None:
+    told = run_ranks(changed_by_rank, tmp_path, 2, change=change)
+    assert all(text.startswith(named) and "on rank 1" in text for text in told)

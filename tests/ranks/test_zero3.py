@@ -136,7 +136,7 @@ def test_weights_and_gradients_of_all_ranks_make_whole_ones(records: list[Record
 
 def _begin(over: Zero3, records: Sequence[Record], lr: float = 0.1) -> None:
     groups = [{"params": [record.parameter for record in records], "lr": lr}]
-    over.begin_step([0], [0] * len(records), groups)
+    over.begin_step([0], [0] * len(records), groups, {})
 
 
 def test_a_step_that_is_the_same_on_all_ranks_takes_one_meeting(records: list[Record]) -> None:

@@ -93,6 +93,19 @@ def ours(parameter: Any, name: str) -> OffloadedParameter:
     return found
 
 
+def hooked(passed: Any) -> torch.Tensor:
+    """The parameter that autograd has ``passed`` to a hook for accumulated gradients. Raises
+    ``RuntimeError`` where it is what the hook before has returned, which torch refuses after all.
+    """
+    if not isinstance(passed, nn.Parameter):
+        raise RuntimeError(
+            "a hook that register_post_accumulate_grad_hook has put on a parameter before the "
+            f"offload block returned a {type(passed).__name__}, where torch takes None alone; let "
+            "it return nothing (lambdas return what they compute)"
+        )
+    return passed
+
+
 def uncover(parameter: Any, kind: type[nn.Parameter]) -> None:
     """Let an offloaded parameter, whose weights are in place, have the class that it came with."""
     parameter.__class__ = kind

@@ -334,7 +334,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     """An operation on lists, one element after the other: one gradient is in memory at a time."""
     kwargs = dict(kwargs)
     args = [*args] or [kwargs.pop("self")]
-    count = len(args[0])
+    count = next(len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, (list, tuple)))
     if func in _OVERWRITE_EACH:
         args += [kwargs.pop("src")] if "src" in kwargs else []
         for position, gradient in enumerate(args[0]):
