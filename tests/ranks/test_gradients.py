@@ -73,14 +73,17 @@ def test_a_gradient_without_memory_is_refused_by_every_rank(tmp_path: Path) -> N
 
 def changed_by_rank(rank: int, folder: Path, *, change: str) -> str:
     """What a step says of gradients that each rank changes in its own way."""
+    with pytest.raises(infinity.RankDifferenceError) as refused:
+        _step_with_changed(rank, folder, change)
+    return str(refused.value)
+
+
+def _step_with_changed(rank: int, folder: Path, change: str) -> None:
     model = seeded(gpt)
     small = next(p for p in model.parameters() if p.dim() == 1)
-    with (
-        pytest.raises(infinity.RankDifferenceError) as refused,
-        infinity.offload(
-            model, folder, host_memory="1GiB", process_group=world(), optimizer=infinity.AdamW()
-        ) as offloaded,
-    ):
+    with infinity.offload(
+        model, folder, host_memory="1GiB", process_group=world(), optimizer=infinity.AdamW()
+    ) as offloaded:
         loss_of(model, rank).backward()
         assert small.grad is not None
         if change == "noise":
@@ -95,7 +98,6 @@ def changed_by_rank(rank: int, folder: Path, *, change: str) -> str:
             if change == "clipped before":
                 small.grad.mul_(2)
         offloaded.step()
-    return str(refused.value)
 
 
 @pytest.mark.parametrize(
