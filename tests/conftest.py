@@ -48,6 +48,14 @@ def no_locks_of_logs() -> Iterator[None]:
             handler.release()
 
 
+@pytest.fixture(autouse=True)
+def frozen_modules() -> Iterator[None]:
+    """As ``pytest_collection_finish`` left them: a search for kept views unfreezes everything."""
+    yield
+    if not gc.get_freeze_count():
+        pytest_collection_finish()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """As ranks, and workers of a test run, compute: how sums are rounded depends on it."""
