@@ -352,8 +352,7 @@ class _Found:
 
 def _views_over(held: Mapping[int, Held]) -> list[tuple[int, torch.Tensor]]:
     """(parameter, tensor of the program over its weights), of all that there are."""
-    if gc.get_freeze_count():  # objects that a program froze are in no list
-        gc.unfreeze()
+    gc.unfreeze()  # what a program froze is in no list
     with torch._C.DisableTorchFunctionSubclass():
         tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
         return [
