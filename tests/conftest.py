@@ -64,7 +64,7 @@ def frozen_modules() -> Iterator[None]:
     yield
     gc.unfreeze = unfreeze
     if calls:
-        pytest_collection_finish()
+        gc.freeze()
 
 
 @pytest.fixture

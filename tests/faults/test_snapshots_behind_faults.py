@@ -214,6 +214,7 @@ def test_call_of_a_signal_handler_while_a_snapshot_is_on_its_way_ends(
     assert outcomes[3] == "b"
 
 
+@pytest.mark.proof
 def test_interrupted_calls_leave_whole_snapshots_behind_training(least: int, nvme: Path) -> None:
     with _block(nvme, least) as offloaded:
         train(offloaded, 0, 2)

@@ -310,6 +310,7 @@ def test_backward_after_the_block_says_so(stack_budget: int, nvme: Path) -> None
         loss.backward()
 
 
+@pytest.mark.proof
 def test_training_goes_on_after_interruptions(nvme: Path) -> None:
     """An interrupted forward must leave no weights pinned: the arena has room for two layers."""
     model = seeded(Stack)

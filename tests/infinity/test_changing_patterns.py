@@ -177,7 +177,7 @@ def _offloaded(script: Script, nvme: Path, dtype: torch.dtype | None, losses: li
     return values, (expected, unexpected, length), after.unexpected_uses
 
 
-USUAL = {"branches", "routes that change", "routes that settle", "generation between steps"}
+USUAL = {"branches", "routes that change", "routes that settle"}
 
 
 @pytest.mark.parametrize("name", matrix(SCRIPTS, usual=USUAL))

@@ -130,7 +130,7 @@ def test_compiled_blocks_train_to_the_bits_of_memory(
     ("recompute", "backend"),
     matrix(
         product(("non-reentrant", "reentrant"), ("eager", "aot_eager", "inductor")),
-        usual=[("non-reentrant", "eager")],
+        usual=[],
     ),
 )
 @pytest.mark.usefixtures("one_thread", "_no_cache_of_autocast")

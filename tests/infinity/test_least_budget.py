@@ -25,6 +25,7 @@ from infinity.planning.placing import demand_of, place_within
 from swap.tiers import Budget
 from tests.support.examples import examples
 from tests.support.models import Stack, vectors
+from tests.support.proof import by_turns
 from tests.support.tiers import late_engines
 
 MIB = 1 << 20
@@ -203,8 +204,7 @@ class _Reaching(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4])
-@pytest.mark.parametrize("reaching", [False, True])
+@pytest.mark.parametrize(("depth", "reaching"), by_turns([2, 3, 4], [False, True]))
 def test_modules_within_modules_fit_the_least_budget(
     depth: int, reaching: bool, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import infinity
 from tests.support.models import seeded
+from tests.support.proof import by_turns
 from tests.support.training import WHOLE, least_budget, same_values, values_of
 
 WIDTH = 256
@@ -80,8 +81,7 @@ def _undisturbed(nvme: Path) -> dict[str, torch.Tensor]:
     return values_of(model)
 
 
-@pytest.mark.parametrize("is_least", [False, True])
-@pytest.mark.parametrize("shape", [(WIDTH, WIDTH), (16,)])
+@pytest.mark.parametrize(("shape", "is_least"), by_turns([(WIDTH, WIDTH), (16,)], [False, True]))
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("failure", [RuntimeError("found it"), OSError(28, "no room", "log")])
 def test_step_of_an_optimizer_that_raises_is_refused_until_a_load(

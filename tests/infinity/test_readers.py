@@ -142,7 +142,7 @@ def _trained(
 
 HOLDS = [_operation, _module, _attribute, _left]
 READS = [_by_forward, _by_operation, _in_forward]
-USUAL = [(_operation, _by_forward), (_module, _by_operation)]
+USUAL = [(_module, _by_operation)]
 
 
 @pytest.mark.parametrize(("hold", "read"), matrix(product(HOLDS, READS), usual=USUAL))

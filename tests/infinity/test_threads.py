@@ -12,6 +12,7 @@ import torch
 
 import infinity
 from tests.support.models import Gpt, Stack, seeded, token_loss, tokens, vector_loss, vectors
+from tests.support.proof import matrix
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 T = TypeVar("T")
@@ -47,7 +48,9 @@ def _train(model: Gpt, offloaded: infinity.OffloadedModel) -> None:
         offloaded.step()
 
 
-@pytest.mark.parametrize("recompute", ["no", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "recompute", matrix(["no", "reentrant", "non-reentrant"], usual=["reentrant"])
+)
 def test_training_on_another_thread_gives_the_same_bits(recompute: str, nvme: Path) -> None:
     def make() -> Gpt:
         return Gpt(recompute=recompute)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import infinity
 from infinity import TiledLinear
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import Tiling
-from tests.support.proof import by_turns
+from tests.support.proof import by_turns, matrix
 from tests.support.training import same_values, values_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +59,7 @@ def train(model: nn.Module, offloaded: infinity.OffloadedModel, steps: range) ->
         offloaded.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", matrix([torch.float32, torch.bfloat16], usual=[torch.bfloat16]))
 def test_tiled_model_has_the_same_bits_under_every_budget(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import infinity
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import Tiling
-from tests.support.proof import by_turns, matrix
+from tests.support.proof import matrix
 from tests.support.tables import TABLE_BYTES, TILE, WORDS, Words, loss_of, tokens_of
 from tests.support.training import (
     WHOLE,
@@ -34,7 +35,9 @@ def untied() -> nn.Module:
     return Words(tied=False)
 
 
-@pytest.mark.parametrize(("make", "accumulate"), by_turns([Words, untied], [1, 2]))
+@pytest.mark.parametrize(
+    ("make", "accumulate"), matrix(product([Words, untied], [1, 2]), usual=[(untied, 2)])
+)
 def test_table_larger_than_host_memory_trains_as_in_memory(
     make: Any, accumulate: int, nvme: Path
 ) -> None:
