@@ -47,6 +47,27 @@ def short(owner: type, name: str, *, calls: int = 1, first: int = 0) -> Iterator
         yield
 
 
+@contextmanager
+def first_step(folder: Path) -> Iterator[tuple[Stack, infinity.OffloadedModel]]:
+    """A model whose first step is to be taken. What was saved before that is loaded in the end, and
+    trains from there as if nothing had lacked.
+    """
+    model = seeded(Stack)
+    budget = least_budget(lambda: seeded(Stack), folder)
+    with infinity.offload(model, folder, host_memory=budget) as offloaded:
+        offloaded.save(folder / "saved")
+        vector_loss(model, 0).backward()
+        yield model, offloaded
+        offloaded.load(folder / "saved")
+        vector_loss(model, 0).backward()
+        offloaded.step()
+    expected = seeded(Stack)
+    with infinity.offload(expected, folder, host_memory=budget) as offloaded:
+        vector_loss(expected, 0).backward()
+        offloaded.step()
+    assert same_values(values_of(model), values_of(expected))
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("owner", "name", "first"),
@@ -64,25 +85,11 @@ def short(owner: type, name: str, *, calls: int = 1, first: int = 0) -> Iterator
 def test_a_step_that_had_no_memory_in_its_midst_is_refused_from_then_on(
     owner: type, name: str, first: int, tmp_path: Path
 ) -> None:
-    def make() -> Stack:
-        return seeded(Stack)
-
-    model, budget = make(), least_budget(make, tmp_path)
-    with infinity.offload(model, tmp_path, host_memory=budget) as offloaded:
-        offloaded.save(tmp_path / "saved")
-        vector_loss(model, 0).backward()
+    with first_step(tmp_path) as (model, offloaded):
         with short(owner, name, first=first), pytest.raises(MixedStateError):
             offloaded.step()
         with pytest.raises(MixedStateError):
             vector_loss(model, 1)
-        offloaded.load(tmp_path / "saved")
-        vector_loss(model, 0).backward()
-        offloaded.step()
-    expected = make()
-    with infinity.offload(expected, tmp_path, host_memory=budget) as offloaded:
-        vector_loss(expected, 0).backward()
-        offloaded.step()
-    assert same_values(values_of(model), values_of(expected))
 
 
 @pytest.mark.timeout(60)
@@ -92,22 +99,15 @@ def test_a_step_that_had_no_memory_in_its_midst_is_refused_from_then_on(
 def test_the_thread_of_the_update_goes_on_where_there_was_no_memory(
     name: str, calls: int, tmp_path: Path
 ) -> None:
-    def make() -> Stack:
-        return seeded(Stack)
-
-    model, budget = make(), least_budget(make, tmp_path)
-    with infinity.offload(model, tmp_path, host_memory=budget) as offloaded:
-        offloaded.save(tmp_path / "saved")
-        vector_loss(model, 0).backward()
-        with short(UpdatePipeline, name, calls=calls), ExitStack() as stack:
-            if name in ("_stop", "_pass", "_wait_for_work"):
-                stack.enter_context(pytest.raises(MixedStateError))
-            if name == "_stop":
-                stack.enter_context(short(Stages, "start_write"))
-            offloaded.step()
-            offloaded.flush()
-        offloaded.load(tmp_path / "saved")
-        vector_loss(model, 0).backward()
+    with (
+        first_step(tmp_path) as (_, offloaded),
+        short(UpdatePipeline, name, calls=calls),
+        ExitStack() as stack,
+    ):
+        if name in ("_stop", "_pass", "_wait_for_work"):
+            stack.enter_context(pytest.raises(MixedStateError))
+        if name == "_stop":
+            stack.enter_context(short(Stages, "start_write"))
         offloaded.step()
         offloaded.flush()
 
