@@ -20,7 +20,7 @@ class Weights(Protocol):
 
 
 class Homes:
-    """They in their shapes, by parameter; None for others. Each is in a storage of its
+    """By parameter, in its shape; None for those that are elsewhere. Each is in a storage of its
     own, so that what else lies there is known.
     """
 

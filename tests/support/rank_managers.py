@@ -27,6 +27,14 @@ _FIRST_LINES = 8
 """Of a call of ours: before its guard a rank has not come yet, and does not say so."""
 
 
+def _damage(saved: Path, name: str) -> None:
+    """Of the data file of that name."""
+    (file,) = saved.rglob(name)
+    with file.open("r+b") as opened:
+        opened.seek(4096)
+        opened.write(b"damage")
+
+
 class Part:
     """The part that a rank has of a row of int64: what it saves, and what it loads."""
 
@@ -94,10 +102,7 @@ def series(rank: int, folder: Path) -> dict[str, Any]:
 
     # What one rank does not find whole counts for none.
     if rank == 0:
-        (file,) = manager.path(6).rglob("r1-0.safetensors")
-        with file.open("r+b") as opened:
-            opened.seek(4096)
-            opened.write(b"damage")
+        _damage(manager.path(6), "r1-0.safetensors")
     dist.barrier()
     told["damaged"] = [manager.latest(), loaded(), complaint(lambda: loaded(step=6))]
     with _unreadable(manager.path(6), manager.path(5)) if rank == 1 else _as_it_is():
@@ -129,10 +134,7 @@ def damage_by_number(rank: int, folder: Path) -> dict[str, Any]:
     for step in (1, 2):
         manager.save(step, {"part": Part(rank, coordinator.world_size, step)})
     if rank == 0:
-        (file,) = manager.path(2).rglob("r1-0.safetensors")
-        with file.open("r+b") as opened:
-            opened.seek(4096)
-            opened.write(b"damage")
+        _damage(manager.path(2), "r1-0.safetensors")
     dist.barrier()
     into = {"part": Part(rank, coordinator.world_size, -1)}
     told: dict[str, Any] = {"load": complaint(lambda: manager.load(2, into=into))}
@@ -175,10 +177,7 @@ def values_of_a_step_passed_over(rank: int, folder: Path) -> dict[str, Any]:
     manager.save(1, {"part": part, "both": 1, "pair": (1,)})
     manager.save(2, {"part": part, "both": 2, "pair": (2, 2), "new": 2})
     if rank == 0:
-        (file,) = manager.path(2).rglob("r0-0.safetensors")
-        with file.open("r+b") as opened:
-            opened.seek(4096)
-            opened.write(b"damage")
+        _damage(manager.path(2), "r0-0.safetensors")
     dist.barrier()
     given: dict[str, dict[str, Any]] = {
         "new": {"part": part, "new": 0},
