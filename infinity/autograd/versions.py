@@ -297,7 +297,8 @@ class KeptViews:
             views = _views_over(held)
             others = self._weights.working(elsewhere=True)  # only now: one may just have begun
             for index, view in views:
-                self._found.setdefault(index, {})[id(view)] = _Found(weakref.ref(view), others)
+                found = _Found(weakref.ref(view), _storage_of(view), others)
+                self._found.setdefault(index, {})[id(view)] = found
 
     def expire(self, indices: Iterable[int]) -> None:
         """The values of these parameters are others now, or elsewhere: each use of the views that
@@ -321,8 +322,8 @@ class KeptViews:
         """Refuse those that may have been in use on other threads, if that is over."""
         working = self._weights.working() if self._late else set()
         for number, (index, found) in [*self._late.items()]:
-            if found.others.isdisjoint(working):
-                self._refuse(index, found.view())
+            if found.is_gone or found.others.isdisjoint(working):
+                self._refuse(index, None if found.is_gone else found.view())
                 self._late.pop(number, None)
 
     @unseen
@@ -344,10 +345,17 @@ class KeptViews:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A tensor, and what was at work on other threads as it was found."""
+    """A tensor, the storage that it was in, and what was at work on other threads then."""
 
     view: weakref.ref[torch.Tensor]
+    storage: int
     others: Set[int]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is no more, or is elsewhere: a program has given it other data."""
+        view = self.view()
+        return view is None or _storage_of(view) != self.storage
 
 
 def _views_over(held: Mapping[int, Held]) -> list[tuple[int, torch.Tensor]]:
@@ -367,6 +375,7 @@ def _views_over(held: Mapping[int, Held]) -> list[tuple[int, torch.Tensor]]:
 def _storage_of(tensor: torch.Tensor) -> int:
     """As ``storage_of``; 0 for what cannot be asked, which is no view of weights."""
     try:
-        return storage_of(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            return storage_of(tensor)
     except Exception:  # of whatever kind: classes of programs may answer for themselves
         return 0

@@ -167,6 +167,20 @@ def test_weight_that_a_forward_pass_shares_with_other_processes_goes_on_training
         assert same_bits(one, other)
 
 
+def test_tensor_that_is_no_view_any_more_stays_behind_a_load_that_failed(
+    budget: int, nvme: Path, tmp_path: Path
+) -> None:
+    model = seeded(lambda: Keeping(TAKEN["detached"], within=True))
+    with infinity.offload(model, nvme, host_memory=budget) as offloaded:
+        vector_loss(model, 0)
+        with pytest.raises(FileNotFoundError):
+            offloaded.load(tmp_path / "nothing")
+        model.kept[0].data = torch.ones(3)
+        vector_loss(model, 1).backward()
+        offloaded.step()
+        assert model.kept[0].tolist() == [1.0] * 3
+
+
 def test_nothing_is_looked_for_where_nothing_is_kept(
     budget: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
