@@ -128,9 +128,9 @@ def _outcome(
         if not order.arrival.is_for("meeting"):
             raise StoppedError("interrupted before it began")
         with ExitStack() as turn:
+            turn.callback(enter(order.ranks).ends)  # until it has let go of them
             order.ranks.begin(Operation.SAVE)
             turn.callback(order.ranks.end)
-            turn.callback(enter(order.ranks).ends)
             turn.callback(order.copier.close)
             plan = order.plan(cancellation, order.copier)
             num_here = _wait_for_earlier(order, cancellation)
