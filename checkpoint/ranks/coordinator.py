@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from aio.process.within import is_within
+from aio.process.within import enter, is_within
 from checkpoint.sheltered import Worker
 
 T = TypeVar("T")
@@ -162,11 +162,13 @@ def tell(ranks: Coordinator, operation: Operation, error: BaseException) -> None
     """
 
     def meet(_: object) -> None:
+        within = enter(ranks)
         ranks.begin(operation)
         try:
             ranks.exchange(error)
         finally:
             ranks.end()
+            within.ends()
 
     worker = Worker(meet, "checkpoint-tell")
     try:
