@@ -199,8 +199,8 @@ class Training:
             self._saved.generations[index] += 1
         self.versions.count_updates(present)
         self.residency.outdate(present)
-        self._views.expire(present)
         self.rank_context.end_step(present)
+        self._views.expire_outdated(present)
         self.reference.stepped()
         stepped = (self.records[i].parameter for i in present)
         self.rule.advance(self.optimizer.param_groups, stepped)

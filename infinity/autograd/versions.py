@@ -8,7 +8,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from checkpoint import ChangedTensorError
+from infinity.parameters.frames import number_of_next
 from infinity.parameters.homes import Homes
 from infinity.parameters.offloaded.becoming import is_ours
 from infinity.parameters.offloaded.modes import unseen
@@ -40,23 +41,25 @@ _REMEDY = (
 )
 
 
-HeldWeights = Callable[[Set[int]], Sequence[Held]]
-"""Where current weights of parameters are that autograd or the program refers to; none at home."""
+class HeldWeights(Protocol):
+    """Where weights of parameters are that autograd or the program refers to; none at home."""
+
+    def __call__(self, parameters: Set[int], *, outdated: bool = False) -> Sequence[Held]:
+        """Current ones, or those from before they got new values."""
+
 
 _MOST_COUNTING_SECONDS = 1.0
 """More than it takes to count what changed."""
 
 
 class Weights(Protocol):
-    """Where the weights of parameters are, as far as it matters here."""
+    """Where the weights of parameters are."""
 
     at_home: Homes
     """Those of parameters that are computed with where they are kept."""
 
     def working(self, *, elsewhere: bool = False) -> Set[int]:
-        """Numbers of the forwards and operations that run, each another one; of all threads or of
-        all but this.
-        """
+        """Numbers of the forwards and operations that run; of all threads or of all but this."""
 
     @property
     def kept_out(self) -> Set[int]:
@@ -144,7 +147,7 @@ class Versions:
             self.check()
 
     def check_values(self) -> None:
-        """The part of ``check`` that is about changes in place."""
+        """As ``check``, of changes in place."""
         with self._counting:
             expected, now = [*self._noted], self._now()
         if expected == now:
@@ -274,6 +277,7 @@ class KeptViews:
         self._late: dict[int, tuple[int, _Found]] = {}
         """Parameter and tensor, by number: the values have changed."""
         self._numbers = count()
+        self._alone_from: int | None = None
 
     def add(self, index: int, view: torch.Tensor) -> None:
         """``view`` was handed out."""
@@ -282,15 +286,22 @@ class KeptViews:
             known[:] = [ref for ref in known if ref() is not None]
         known.append(weakref.ref(view))
 
-    @unseen
     def find(self, indices: Iterable[int]) -> None:
         """The values of these parameters are about to change: what views programs have of them is
         known from now on.
         """
         self.settle()
-        changing = {*indices}
-        held = {one.storage: one for one in self._held(changing)}
-        in_place = {*self._weights.held}
+        self._alone_from = self._now_alone()
+        self._find({*indices}, outdated=False)
+
+    def _now_alone(self) -> int | None:
+        """How many forwards and operations have begun; None if one runs on another thread."""
+        return None if self._weights.working(elsewhere=True) else number_of_next()
+
+    @unseen
+    def _find(self, changing: Set[int], *, outdated: bool) -> None:
+        held = {one.storage: one for one in self._held(changing, outdated=outdated)}
+        in_place = set() if outdated else {*self._weights.held}
         at_home = self._weights.at_home.held(changing, in_place)
         held |= {one.storage: one for one in at_home}
         if held:
@@ -312,6 +323,14 @@ class KeptViews:
             self._late.update(zip(self._numbers, late, strict=False))
             self._found.pop(index, None)
         self.settle()
+
+    def expire_outdated(self, indices: Collection[int]) -> None:
+        """As ``expire``, and no use of one of these parameters gets the values from before any
+        more: so does what other threads took of them since ``find``.
+        """
+        if self._alone_from is None or self._now_alone() != self._alone_from + 1:
+            self._find({*indices}, outdated=True)
+        self.expire(indices)
 
     def expire_all(self) -> None:
         """As ``find`` and ``expire`` of everything, as the block ends."""

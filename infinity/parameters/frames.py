@@ -9,6 +9,9 @@ from types import FrameType
 
 from torch import nn
 
+number_of_next = count().__next__
+"""Numbers of frames, of all of the process, in the order in which they begin."""
+
 
 @dataclass(slots=True, eq=False)
 class Hold:
@@ -30,8 +33,7 @@ class Frame:
     """Its own parameters have the class that they came with."""
     outside: dict[int, Hold] = field(default_factory=dict)
     """The oldest first."""
-    number: int = field(default_factory=count().__next__)
-    """Counts all of the process, in the order in which they began."""
+    number: int = field(default_factory=number_of_next)
 
 
 def numbers_of(

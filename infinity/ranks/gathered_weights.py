@@ -48,7 +48,7 @@ class Weights(Protocol):
 
     def owner(self, storage: int) -> int | None: ...
 
-    def held(self, parameters: Set[int]) -> list[Held]: ...
+    def held(self, parameters: Set[int], *, outdated: bool = False) -> list[Held]: ...
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None: ...
 
@@ -194,14 +194,14 @@ class GatheredWeights:
         found = self._owners.of(storage)
         return self._slices.owner(storage) if found is None else found
 
-    def held(self, parameters: Set[int]) -> list[Held]:
-        """Current weights of these, gathered or in the arena, that autograd or the program refers
-        to.
+    def held(self, parameters: Set[int], *, outdated: bool = False) -> list[Held]:
+        """Current or ``outdated`` weights of these, gathered or in the arena, that autograd or the
+        program refers to.
         """
         whole = {index for index in parameters if not self._records[index].is_partitioned}
-        gathered = self._owners.held(parameters - whole)
+        gathered = self._owners.held(parameters - whole, outdated=outdated)
         held = [one for one in gathered if not self._is_ours_alone(one)]
-        return held + self._slices.held(whole)
+        return held + self._slices.held(whole, outdated=outdated)
 
     def _is_ours_alone(self, held: Held) -> bool:
         entry = self._entries.get(held.parameter)

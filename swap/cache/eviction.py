@@ -70,15 +70,20 @@ class CacheEntries:
         self.stale.clear()
         self.owners.clear()
 
-    def held(self, parameters: Set[int]) -> list[Held]:
-        """Current weights of these that autograd or the program refers to, wherever they are."""
-        return [held for held in self.owners.held(parameters) if not self._is_ours_alone(held)]
+    def held(self, parameters: Set[int], *, outdated: bool = False) -> list[Held]:
+        """Current or ``outdated`` weights of these that autograd or the program refers to, wherever
+        they are.
+        """
+        held = self.owners.held(parameters, outdated=outdated)
+        return [one for one in held if not self._is_ours_alone(one)]
 
     def _is_ours_alone(self, held: Held) -> bool:
-        entry = self.entries.get(held.parameter)
-        if entry is None or storage_at(entry.weight) != held.storage:
-            return False
-        return not is_held_elsewhere(entry)
+        return any(
+            entry is not None
+            and storage_at(entry.weight) == held.storage
+            and not is_held_elsewhere(entry)
+            for entry in (self.entries.get(held.parameter), self.stale.get(held.parameter))
+        )
 
     def open_for_refresh(self, parameter: int, parts: set[int]) -> Entry | None:
         """A new entry that the update fills, if there is room: every one of its ``parts`` is still

@@ -58,15 +58,15 @@ class Owners:
         is_current = age == self._ages[held.parameter] and not where.expired()
         return held.parameter if is_current else None
 
-    def held(self, parameters: Set[int]) -> list[Held]:
-        """Where the weights of these are that they have had since they got new values, for as long
-        as anybody refers to them.
+    def held(self, parameters: Set[int], *, outdated: bool = False) -> list[Held]:
+        """Where the weights of these are that they have had since they got new values, or, if
+        ``outdated``, before; for as long as anybody refers to them.
         """
         return [
             held
             for held, age, where in [*self._noted.values(), *self._before.values()]
             if held.parameter in parameters
-            and age == self._ages[held.parameter]
+            and (age != self._ages[held.parameter]) is outdated
             and not where.expired()
         ]
 

@@ -93,10 +93,10 @@ class WeightCache:
         """Whose weights have the storage of that ``_cdata``, be they evicted and held still."""
         return self._cached.owners.of(storage)
 
-    def held(self, parameters: Set[int]) -> list[Held]:
+    def held(self, parameters: Set[int], *, outdated: bool = False) -> list[Held]:
         """See ``CacheEntries.held``; of those in the arena."""
         with self._lock:
-            return self._cached.held(parameters)
+            return self._cached.held(parameters, outdated=outdated)
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None:
         """Flat ``weight``, a copy of the current ones, is in their place from now on."""

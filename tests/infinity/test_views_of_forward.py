@@ -3,6 +3,7 @@ refused by name from then on, wherever the weights are.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -181,13 +182,14 @@ def test_tensor_that_is_no_view_any_more_stays_behind_a_load_that_failed(
         assert model.kept[0].tolist() == [1.0] * 3
 
 
+def _look(held: Any) -> Any:
+    raise AssertionError("every tensor of the process is looked at")
+
+
 def test_nothing_is_looked_for_where_nothing_is_kept(
     budget: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def look(held: Any) -> Any:
-        raise AssertionError("every tensor of the process is looked at")
-
-    monkeypatch.setattr(versions, "_views_over", look)
+    monkeypatch.setattr(versions, "_views_over", _look)
     model = seeded(Stack)
     with infinity.offload(model, nvme, host_memory=budget) as offloaded:
         loss = None
@@ -224,3 +226,49 @@ def test_tensors_of_all_kinds_are_passed_by(nvme: Path) -> None:
         with pytest.raises(RuntimeError, match=REFUSED):
             model.kept[0].sum()
     assert [repr(kind) for kind in kinds] == before
+
+
+def _interpose(patch: pytest.MonkeyPatch, between: Callable[[], object]) -> None:
+    """``between`` runs, on another thread, as soon as a step knows what is kept by then."""
+    find = versions.KeptViews.find
+
+    def find_and_go_on(views: versions.KeptViews, indices: Any) -> None:
+        find(views, indices)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(between).result()
+
+    patch.setattr(versions.KeptViews, "find", find_and_go_on)
+
+
+@pytest.mark.parametrize("name", ["transposed", "detached"])
+def test_view_that_another_thread_takes_as_a_step_begins_is_refused_behind_it(
+    name: str, budget: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeded(lambda: Keeping(TAKEN[name], within=True))
+    with infinity.offload(model, nvme, host_memory=budget) as offloaded:
+        for step in range(2):
+            with monkeypatch.context() as patch:
+                model.kept.clear()
+                _interpose(patch, lambda: vector_loss(model, 7))
+                loss = vector_loss(model, step)
+                model.kept.clear()
+                loss.backward()
+                offloaded.step()
+            assert len(model.kept) == 1
+            with pytest.raises(RuntimeError, match=REFUSED):
+                model.kept[0].sum()
+        vector_loss(model, 8).backward()
+        offloaded.step()
+
+
+def test_nothing_is_looked_for_where_another_thread_keeps_nothing(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where updates read old weights elsewhere they are in use meanwhile."""
+    model = seeded(Stack)
+    monkeypatch.setattr(versions, "_views_over", _look)
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        _interpose(monkeypatch, lambda: vector_loss(model, 7))
+        for step in range(3):
+            vector_loss(model, step).backward()
+            offloaded.step()
