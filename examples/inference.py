@@ -25,7 +25,7 @@ def generate(options: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(options.model)
     prompt = encode(options.prompt, tokenizer).repeat(options.batch, 1)
     model = model_without_weights(options.model, torch.bfloat16).eval()
-    model.requires_grad_(False)  # or room for gradients would be set aside
+    model.requires_grad_(False)  # or room on NVMe would be set aside for gradients
     if (options.model / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(options.model)
     torch.manual_seed(options.seed)

@@ -34,7 +34,8 @@ class Report:
     ``step_read_bytes``, ``step_written_bytes``: training state moved in a step, the mean without
     the first steps, beside ``formula_...``: what ``swap.plan.traffic`` has for a step of as many
     ``backward_passes`` as the last one; ``seconds_per_step`` is the mean over the same steps. None
-    before there are such. ``endurance_bytes``: what the drives are rated for, see ``wear``.
+    before there are such. Without an optimizer they are of forward passes, and ``backward_passes``
+    is 0. ``endurance_bytes``: what the drives are rated for, see ``wear``.
     """
 
     steps: int
@@ -98,7 +99,7 @@ class Report:
             ("read from NVMe", _rate(self.read_bytes, self.read_seconds)),
             ("written to NVMe", _rate(self.written_bytes, self.write_seconds)),
             *self._moved_rows(),
-            *self.wear.rows(),
+            *(self.wear.rows() if self.backward_passes else []),
             ("compute (forward, backward)", f"{self.compute_seconds:.2f} s"),
             ("optimizer kernel", f"{self.kernel_seconds:.2f} s"),
             ("read, compute and write at once", f"{self.overlap_seconds:.2f} s"),
@@ -115,9 +116,10 @@ class Report:
             ("read", self.step_read_bytes, self.formula_read_bytes),
             ("written", self.step_written_bytes, self.formula_written_bytes),
         )
+        unit = "step" if self.backward_passes else "pass"
         return [
             (
-                f"{what} per step, moved / formula",
+                f"{what} per {unit}, moved / formula",
                 f"{'-' if moved is None else format_bytes(moved)} / {format_bytes(formula)}",
             )
             for what, moved, formula in rows
@@ -151,7 +153,7 @@ def make_report(
     transfers = _of(events, "read", "write")
     moved = timeline.moved_per_step()
     drives = 1 if state.extents is None else state.extents.num_directories
-    passes = max(1, state.speculation.backward_passes)
+    passes = max(1, state.speculation.backward_passes) if state.rule.takes_steps else 0
     formula = traffic_of(state.placement, backward_passes=passes)
     return Report(
         steps=steps,

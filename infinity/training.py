@@ -206,6 +206,7 @@ class Training:
         self.rule.advance(self.optimizer.param_groups, stepped)
 
     def _end_pass(self) -> None:
+        self.state.timeline.mark_step()
         self.state.weights.end_cycle()
         self.rank_context.end_step(())
 
@@ -241,9 +242,7 @@ class Training:
             self.loss_scale_state.restore(saved)
 
     def begin_replacing(self) -> Callable[[], None]:
-        """The last step is finished, or, where it cannot be, to be forgotten by what is returned,
-        as nothing of it is left then.
-        """
+        """Finish the last step; or, where that cannot be, have what is returned forget it."""
         self._views.find(range(len(self.records)))
         self.state.wait_for_updates()
         cannot_finish = isinstance(self.state.pipeline.failure, CorruptSwapError)

@@ -71,7 +71,7 @@ class TieredState:
         after_close: Callable[[], object] = lambda: None,
     ) -> None:
         self.placement = placement
-        self._rule = rule
+        self.rule = rule
         self.layout: Layout = placement.layout
         self.timeline = Timeline()
         self.compute = device
@@ -321,7 +321,7 @@ class TieredState:
         """
         self.mixture.check()
         for update in updates.values():
-            self._rule.check(update)
+            self.rule.check(update)
         self.collect_gradients()
         self.timeline.mark_step()
         step = Step(updates=dict(updates), gradient_scale=gradient_scale)

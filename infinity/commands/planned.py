@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from infinity.arguments import directories_of, disk_of
 from infinity.commands.largest import largest
@@ -37,6 +38,8 @@ def run_plan(options: argparse.Namespace, console: Console) -> bool:
 
 def _planned(options: argparse.Namespace) -> tuple[Plan, str, dict[str, Any]]:
     source = source_of(options.model, _dtype(options))
+    if options.inference and isinstance(source.model, nn.Module):
+        source.model.requires_grad_(False)
     compute_dtype = _dtype(options) if isinstance(source.model, int) else None
     with told(f"planning {source.text}"):
         found = plan(

@@ -61,6 +61,7 @@ class OptimizerRule(UpdateRule):
     whole_parameters: bool = False
     scratch_bytes_per_element: int = 0
     updates_on_device: bool = False
+    takes_steps: bool = True
 
     kept_by: str | None
     """What a checkpoint calls the optimizer whose state it has: ``infinity.`` and its name, or the
@@ -169,6 +170,7 @@ class FrozenRule(OptimizerRule):
     """No optimizer: weights only, for inference."""
 
     kept_by = None
+    takes_steps = False
     is_repeatable = False
     names_dtypes = False
 

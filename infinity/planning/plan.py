@@ -62,6 +62,8 @@ class Plan:
     beginning, and up to ``nvme_wanted_bytes`` where the disks have that much: with less, what the
     backward pass would update speculatively waits for the step. Each snapshot that is kept takes up
     to ``snapshot_bytes`` besides. ``endurance_bytes`` is what all drives together are rated for.
+    ``passes`` are backward passes; 0 where there is no optimizer, and what is said of a step is of
+    a forward pass.
     """
 
     num_parameters: int
@@ -126,6 +128,7 @@ class Plan:
 
     def __str__(self) -> str:
         seconds = self.io_seconds_per_step
+        unit = "step" if self.passes else "pass"
         rows = [
             ("parameters", f"{self.num_parameters:,} on {self.world_size} rank(s)"),
             ("host_memory", format_bytes(self.budget_host_bytes)),
@@ -137,11 +140,11 @@ class Plan:
             ("space on NVMe, wanted", format_bytes(self.nvme_wanted_bytes)),
             ("and for each snapshot, at most", format_bytes(self.snapshot_bytes)),
             *((f"home in {name}", format_bytes(n)) for name, n in self.bytes_by_tier.items()),
-            ("backward passes per step", f"{self.passes}"),
-            ("read per step", format_bytes(self.read_bytes_per_step)),
-            ("written per step", format_bytes(self.written_bytes_per_step)),
-            ("I/O per step", "not measured" if seconds is None else f"{seconds:.2f} s"),
-            *self.wear.rows(),
+            *([("backward passes per step", f"{self.passes}")] if self.passes else []),
+            (f"read per {unit}", format_bytes(self.read_bytes_per_step)),
+            (f"written per {unit}", format_bytes(self.written_bytes_per_step)),
+            (f"I/O per {unit}", "not measured" if seconds is None else f"{seconds:.2f} s"),
+            *(self.wear.rows() if self.passes else []),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -174,7 +177,9 @@ def plan(
     a short read and write. ``device``, ``compute_dtype``, ``optimizer``, ``activations``,
     ``max_parameter_bytes`` and ``verify_swap`` are as for ``offload``, but that a GPU need not be
     in this machine; the traffic of activations, which depends on the batch, is not in the figures.
-    ``passes``: backward passes that are accumulated before a step. ``compute_seconds`` is what a
+    ``passes``: backward passes that are accumulated before a step. With ``optimizer=None`` there is
+    none, the figures are of a forward pass, and a number stands for a model that needs no
+    gradients (give such a model, too: those of others take room). ``compute_seconds`` is what a
     step computes, if you know it: without, bytes written per day are those of steps that do nothing
     but I/O, the most that there can be. ``drive_endurance``: bytes that the drive of each directory
     is rated for (its TBW). Raises ``ValueError`` or ``TypeError`` for arguments that are out of
@@ -217,6 +222,7 @@ def _summary(
     demand: Demand, placed: Placed, budget: Budget, passes: int, bandwidth: Bandwidth | None
 ) -> Plan:
     placement = placed.placement
+    passes = passes if demand.rule.takes_steps else 0
     traffic = traffic_of(placement, backward_passes=passes)
     return Plan(
         num_parameters=sum(spec.numel for spec in demand.specs),
@@ -281,6 +287,7 @@ def _demand(
         whole: nn.Module = typical_model(model) if isinstance(model, int) else model
         if isinstance(model, int):
             compute_dtype = compute_dtype or torch.bfloat16
+            whole.requires_grad_(optimizer is not None)
         records = records_of(whole, compute_dtype)
         if bound is not None:
             stack.enter_context(Tiling(whole, records, bound, compute_dtype))

@@ -12,6 +12,10 @@ the order of execution, so that spills are spread over the backward pass. State 
 that of what is used first: a backward pass ends with the first layers and the next forward pass
 begins with them, so that on NVMe their update would have no time at all, while that of the last
 layers has nearly all of a step.
+
+Where no steps are taken weights come first, and gradients, which there may be none of, last. As one
+pass follows the other, what the arena holds of more weights than it has room for is gone when its
+turn comes again: it is for reading ahead, and weights at home, spread evenly, spare reads.
 """
 
 from __future__ import annotations
@@ -28,17 +32,18 @@ from swap.plan.sizes import (
     DEVICE_SCRATCH_BYTES,
     MAX_SUBGROUP_ELEMENTS,
     MIN_CHECKPOINT_BYTES,
+    MIN_SLOTS,
     capacity_for_whole,
     checkpoint_bytes,
     checksum_bytes,
-    choose_evenly,
-    choose_first,
+    choose_homes,
     device_sizes,
     device_sum_bytes,
     element_bytes,
     fixed_bytes,
     gradient_bytes,
     least_elements,
+    least_staging_bytes,
     scratch_bytes_of,
     slot_bytes_of,
     total_bytes,
@@ -47,14 +52,14 @@ from swap.plan.sizes import (
 from swap.plan.spares import choose_spares, hidden_elements, visit_bytes
 from swap.tiers import Budget, Tier, format_bytes, too_small
 
-MIN_SLOTS = 3
-"""One subgroup being read, one in the kernel, one being written."""
 MAX_SLOTS = 4
 SPILL_CHUNKS = 4
 MIN_SPILL_CHUNK_BYTES = 256 * 1024
 MAX_SPILL_CHUNK_BYTES = 4 * 1024 * 1024
 STAGING_SHARE = 0.25
 ARENA_SHARE = 0.35
+MOST_READ_AHEAD_BYTES = 64 * 1024 * 1024
+"""Of a pass of inference: what an SSD reads in some 30 ms, in which modules compute unevenly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +206,7 @@ def place(
     cache = apart.device_bytes if apart else 0
     homes_in = partial(homes_beside, rule=rule, device_bytes=room, cache_bytes=cache)
     at_home = homes_in(everything)
-    bridge = BRIDGE_BYTES if at_home.units else 0
-    needed = total - at_home.nbytes + bridge
+    needed = total - at_home.nbytes + (BRIDGE_BYTES if at_home.units else 0)
     if needed + MIN_CHECKPOINT_BYTES <= budget.host_bytes:
         aside = checkpoint_bytes(budget.host_bytes, needed)
         placement = all_in_host(everything, rule, at_home)
@@ -217,7 +221,8 @@ def place(
     bridge = BRIDGE_BYTES if room else 0
     at_work += bridge
     aside = checkpoint_bytes(budget.host_bytes, at_work)
-    most = apart.most_landing_bytes if apart else math.inf
+    ahead = math.inf if rule.takes_steps else min(least_arena, MOST_READ_AHEAD_BYTES)
+    most = apart.most_landing_bytes if apart else least_arena + ahead
     while True:
         # Memory is taken by pages: an arena of what is left is not rounded up beyond the budget.
         beside = inbox + sums + PASSAGE_BYTES + bridge
@@ -312,12 +317,6 @@ def _least_checksum_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> i
     return checksum_bytes(2 * (finest + least_staging_bytes(specs, rule)))
 
 
-def least_staging_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
-    """The fewest slots of the smallest subgroups, and what the rule takes for one of them."""
-    nbytes = MIN_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
-    return math.ceil(least_elements(specs, rule) * nbytes)
-
-
 def subgroup_elements(
     specs: Sequence[ParameterSpec],
     rule: UpdateRule,
@@ -345,23 +344,25 @@ def _fill(
     gradients = {unit.index: gradient_bytes(unit) for unit in layout.units}
     in_host = {unit.index for unit in layout.units if unit.always_on_host}
     fixed = sum(states[unit] + gradients[unit] for unit in in_host)
-    elsewhere = in_host | at_home.units
-    moving = [unit for unit in layout.units if unit.index not in elsewhere]
-    slot_bytes = max((slot_bytes_of(unit, rule) for unit in moving if unit.trainable), default=0)
+    moving = [unit for unit in layout.units if unit.index not in in_host | at_home.units]
+    spilling = [unit for unit in moving if unit.trainable]
+    updated = spilling if rule.takes_steps else []
+    slot_bytes = max((slot_bytes_of(unit, rule) for unit in updated), default=0)
     scratch = scratch_bytes_of(layout, rule)
-    chunk = _spill_chunk_bytes(spare)
+    chunk = _spill_chunk_bytes(spare if updated else 0) if spilling else 0
     left = host_bytes - fixed - SPILL_CHUNKS * chunk - scratch - least_arena
     num_slots = slots_within(left, slot_bytes)
     left -= num_slots * slot_bytes
     weights = int(min(most_arena, sum(unit.numel * unit.dtype.itemsize for unit in moving)))
-    arena = least_arena
-    extra = max(0, min(int(left * ARENA_SHARE), weights - arena))
+    extra = max(0, min(int(left * ARENA_SHARE), weights - least_arena))
     left -= extra
-    gradient_home, left = choose_evenly(
-        {unit.index: gradients[unit.index] for unit in moving}, left
+    gradient_home, state_home, left = choose_homes(
+        {unit.index: gradients[unit.index] for unit in moving},
+        {unit.index: states[unit.index] for unit in moving},
+        left,
+        takes_steps=rule.takes_steps,
     )
-    state_home, left = choose_first({unit.index: states[unit.index] for unit in moving}, left)
-    arena = min(arena + extra + max(0, left), max(weights + PIECE, arena))
+    arena = min(least_arena + extra + max(0, left), max(weights + PIECE, least_arena))
     gradients_in_host, states_in_host = in_host | gradient_home, in_host | state_home
     state_host_bytes = sum(states[unit] for unit in states_in_host)
     gradient_host_bytes = sum(gradients[unit] for unit in gradients_in_host)

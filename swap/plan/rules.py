@@ -40,11 +40,13 @@ class UpdateRule(Protocol):
     ``components`` names the arrays kept beside the weights of a dtype. ``whole_parameters`` asks
     for subgroups that never split a parameter. ``scratch_bytes_per_element`` is memory that
     ``apply`` takes beyond its arguments. ``updates_on_device``: there is ``apply_on_device``.
+    ``takes_steps``: False where weights are only computed with, and ``apply`` is never called.
     """
 
     whole_parameters: bool
     scratch_bytes_per_element: int
     updates_on_device: bool = False
+    takes_steps: bool = True
 
     def components(self, dtype: torch.dtype) -> tuple[Component, ...]:
         """Components beside ``weight`` for weights of ``dtype``."""

@@ -8,6 +8,7 @@ it does not need holds state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ memory took 1.08 times its I/O in place of 1.02, and 440 MiB more for that half.
 """
 MOST_SUBGROUPS = 8192
 """As far as the largest subgroups allow: each has objects of its own, some 2 KiB."""
+MIN_SLOTS = 3
+"""One subgroup being read, one in the kernel, one being written."""
 CHECKSUM_BYTES = 4
 """Of each page of a swap file whose bytes are verified."""
 MAX_LANDING_BYTES = 256 * 1024 * 1024
@@ -130,6 +133,12 @@ def least_elements(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
     return max(least, max(trained, default=0))
 
 
+def least_staging_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int:
+    """The fewest slots of the smallest subgroups, and what the rule takes for one of them."""
+    nbytes = MIN_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
+    return math.ceil(least_elements(specs, rule) * nbytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSizes:
     """In bytes. With ``least_landing_bytes`` it works, ``most_landing_bytes`` are of use."""
@@ -222,3 +231,18 @@ def choose_evenly(costs: Mapping[int, int], left: int) -> tuple[set[int], int]:
             chosen.add(unit)
             left -= nbytes
     return chosen, left
+
+
+def choose_homes(
+    gradients: Mapping[int, int], states: Mapping[int, int], left: int, *, takes_steps: bool
+) -> tuple[set[int], set[int], int]:
+    """Units whose gradients, and whose state, are in ``left`` bytes of host memory; and what is
+    left then.
+    """
+    if takes_steps:
+        gradient_home, left = choose_evenly(gradients, left)
+        state_home, left = choose_first(states, left)
+    else:
+        state_home, left = choose_evenly(states, left)
+        gradient_home, left = choose_evenly(gradients, left)
+    return gradient_home, state_home, left

@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, pack
 from swap.plan.placement import (
     MAX_SLOTS,
-    MIN_SLOTS,
     Placement,
     all_in_host,
-    least_staging_bytes,
     subgroup_elements,
 )
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
     MAX_SUBGROUP_ELEMENTS,
     MIN_CHECKPOINT_BYTES,
+    MIN_SLOTS,
     capacity_for_whole,
     checkpoint_bytes,
     choose_first,
     element_bytes,
+    least_staging_bytes,
     slot_bytes_of,
     state_bytes,
     total_bytes,

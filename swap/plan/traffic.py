@@ -16,6 +16,9 @@ is read again: that costs up to A (or W, if that is less).
 On a device with memory of its own A is that memory, and what is at home in host memory takes its
 part of it. That is of the first weights, so a pass forwards may find less of what is on NVMe than
 one backwards.
+
+Passes of inference follow one another forwards. What is read ahead in the arena is needed sooner
+than what has been used, which is gone when its turn comes again: each pass reads W.
 """
 
 from __future__ import annotations
@@ -52,11 +55,14 @@ class Traffic:
 
 def traffic_of(placement: Placement, *, backward_passes: int = 1) -> Traffic:
     """The traffic of a step in which every trained parameter gets ``backward_passes`` gradients,
-    and every parameter is used once in each forward pass.
+    and every parameter is used once in each forward pass; of a pass of inference, if there are
+    none.
     """
     moving = placement.units_on_nvme
     trained = sum(unit.numel * unit.dtype.itemsize for unit in moving if unit.trainable)
     frozen = sum(unit.numel * unit.dtype.itemsize for unit in moving if not unit.trainable)
+    if not backward_passes:
+        return Traffic(weights_read=trained + frozen)
     kept, kept_backwards = _kept_of(placement)
     state = placement.state_nvme_bytes - trained - frozen
     gradients = placement.gradient_nvme_bytes * backward_passes

@@ -166,10 +166,13 @@ def test_frozen_weights_of_inference_are_verified(nvme: Path) -> None:
         torch.no_grad(),
     ):
         assert torch.equal(offloaded.model(x), expected)
-        path = flip(offloaded, NAME, "weight")
+        placement = offloaded._training.state.placement
+        there = placement.units_on_nvme[0].parameters[0]
+        name = placement.layout.specs[there].name
+        path = flip(offloaded, name, "weight")
         with pytest.raises(infinity.CorruptSwapError) as caught:
             offloaded.model(x)
-        check_error(caught.value, path, f"weight of {NAME}")
+        check_error(caught.value, path, f"weight of {name}")
         assert caught.value.offset is not None
         flip_in(Path(path), caught.value.offset)  # as if the way had been at fault, not the disk
         assert torch.equal(offloaded.model(x), expected)

@@ -57,10 +57,10 @@ def test_gradients_by_parameters_need_no_weights_in_place(
 
 def test_an_operation_over_more_weights_than_fit_says_how_many(nvme: Path) -> None:
     model = seeded(Stack)
-    least = least_budget(Stack, nvme, optimizer=None)
+    least = least_budget(Stack, nvme)
     weights: list[torch.Tensor] = [each for each in model.parameters() if each.dim() == 2]
     with (
-        infinity.offload(model, nvme, optimizer=None, host_memory=least),
+        infinity.offload(model, nvme, host_memory=least),
         pytest.raises(infinity.BudgetError) as error,
     ):
         torch.cat(weights)

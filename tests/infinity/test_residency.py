@@ -39,7 +39,7 @@ class _Weights:
     def owner(self, storage: int) -> None:
         return None
 
-    def held(self, parameters: Set[int]) -> list[Held]:
+    def held(self, parameters: Set[int], *, outdated: bool = False) -> list[Held]:
         return []
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None:

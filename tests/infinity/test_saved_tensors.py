@@ -52,7 +52,7 @@ class _Weights:
     def owner(self, storage: int) -> int | None:
         return self.owners.get(storage)
 
-    def held(self, parameters: Set[int]) -> list[Held]:
+    def held(self, parameters: Set[int], *, outdated: bool = False) -> list[Held]:
         raise NotImplementedError
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None:

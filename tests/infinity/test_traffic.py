@@ -13,7 +13,7 @@ from infinity.report import Report
 from swap.plan.traffic import Traffic, traffic_of
 from swap.storage.drives.endurance import Wear, endurance_of
 from swap.tiers import format_bytes
-from tests.support.models import Stack, seeded, vector_loss
+from tests.support.models import Stack, seeded, vector_loss, vectors
 from tests.support.proof import matrix
 from tests.support.training import WHOLE, Make, least_budget
 
@@ -187,3 +187,52 @@ def test_a_plan_takes_the_longer_of_computing_and_moving_for_a_step(nvme: Path) 
 def test_an_endurance_that_is_no_size_is_refused(endurance: int | str) -> None:
     with pytest.raises(ValueError, match="drive_endurance="):
         infinity.plan(10**9, host_memory="64GiB", drive_endurance=endurance)
+
+
+@pytest.mark.parametrize("make", [_trained, _half_frozen])
+@pytest.mark.parametrize("room", [0, 2 << 20])
+def test_passes_of_inference_read_what_plan_and_report_have_and_write_nothing(
+    make: Make, room: int, nvme: Path
+) -> None:
+    budget = least_budget(make, nvme, optimizer=None) + room
+    plan = infinity.plan(make(), optimizer=None, host_memory=budget, passes=3)
+    assert plan.passes == plan.written_bytes_per_step == 0
+    assert plan.read_bytes_per_step > 0
+    model = seeded(make)
+    with infinity.offload(model, nvme, optimizer=None, host_memory=budget) as offloaded:
+        with torch.no_grad():
+            for number in range(16):
+                model(vectors(number))
+        report = offloaded.report()
+        arena = offloaded._training.state.placement.arena_bytes
+    assert report.formula_read_bytes == plan.read_bytes_per_step
+    assert report.formula_written_bytes == report.step_written_bytes == 0
+    assert report.step_read_bytes == pytest.approx(plan.read_bytes_per_step, abs=arena)
+    for text in (str(plan), str(report)):
+        assert "per pass" in text
+        assert "per step" not in text
+        assert "rating" not in text
+
+
+def test_passes_of_inference_read_nothing_where_memory_has_room_for_all_weights(
+    nvme: Path,
+) -> None:
+    """There are no gradients to be kept there."""
+    weights = sum(p.numel() * p.element_size() for p in _trained().parameters())
+    budget = least_budget(_trained, nvme, optimizer=None) + weights + (1 << 20)
+    plan = infinity.plan(_trained(), optimizer=None, host_memory=budget)
+    assert plan.read_bytes_per_step == 0
+    model = seeded(_trained)
+    with infinity.offload(model, nvme, optimizer=None, host_memory=budget) as offloaded:
+        with torch.no_grad():
+            for number in range(6):
+                model(vectors(number))
+        assert offloaded.report().step_read_bytes == 0
+        vector_loss(model, 0).backward()  # gradients there may be all the same
+        gradients = [offloaded.gradient(parameter) for parameter in model.parameters()]
+    expected = seeded(_trained)
+    vector_loss(expected, 0).backward()
+    for parameter, gradient in zip(expected.parameters(), gradients, strict=True):
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert torch.equal(gradient, parameter.grad)

@@ -13,11 +13,12 @@ from infinity.optim.rule import FrozenRule
 from swap.memory.slabs import slab_sizes
 from swap.plan import placement as planner
 from swap.plan.layout import PIECE, ParameterSpec, Subgroup
-from swap.plan.placement import MIN_SLOTS, Placement, place
+from swap.plan.placement import Placement, place
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
     DEVICE_SCRATCH_BYTES,
     MIN_CHECKPOINT_BYTES,
+    MIN_SLOTS,
     device_weight_bytes,
     gradient_bytes,
     state_bytes,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from infinity.optim.adamw import AdamRule
 from swap.plan.layout import PASSAGE_BYTES, ParameterSpec
-from swap.plan.placement import MIN_SLOTS, Placement
-from swap.plan.sizes import MAX_SUBGROUP_ELEMENTS, MIN_CHECKPOINT_BYTES, state_bytes
+from swap.plan.placement import Placement
+from swap.plan.sizes import MAX_SUBGROUP_ELEMENTS, MIN_CHECKPOINT_BYTES, MIN_SLOTS, state_bytes
 from swap.plan.state_placement import Taken, place_state
 from swap.tiers import Budget, BudgetError, Tier
 from tests.support.examples import examples
