@@ -69,6 +69,24 @@ def test_plan_of_a_safetensors_file_takes_its_names_for_modules(
     assert document == expected
 
 
+@pytest.mark.parametrize("source", ["a folder", "a number"])
+def test_plan_of_inference_is_for_models_without_gradients(
+    source: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = str(folder) if source == "a folder" else "7e9"
+    arguments = ["plan", given, "--inference", "--host-memory", "8GiB", "--device", "cpu"]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    weights = 2 * document["num_parameters"]  # beside what they are padded with
+    assert weights <= sum(document["bytes_by_tier"].values()) <= 1.01 * weights + (1 << 20)
+    assert document["written_bytes_per_step"] == document["passes"] == 0
+    assert document["read_bytes_per_step"] == document["bytes_by_tier"]["nvme"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "read per pass" in shown
+    assert "per step" not in shown
+
+
 @pytest.mark.parametrize(
     "names",
     [
