@@ -64,11 +64,12 @@ class Manager:
     """Checkpoints of one run under `root`, made if missing.
 
     The `keep` that were saved last are kept (None: all), and besides them every one whose step is a
-    multiple of `keep_every`. Older ones are removed when a new one is durable, and what killed
-    saves left before it takes room. `stripe_dirs`, `engine` and `coordinator` are as in `save`;
-    data of earlier saves that are not where they were saved are found in `stripe_dirs` too. One
-    process at a time saves to a root, or the ranks of a `coordinator`; others may load from it
-    meanwhile. A step that is a link to a directory is loaded and never removed.
+    multiple of `keep_every`. Older ones are removed when a new one is durable, and steps that
+    killed saves left unfinished before it takes room. `stripe_dirs`, `engine` and `coordinator` are
+    as in `save`; data of earlier saves that are not where they were saved are found in
+    `stripe_dirs` too. One process at a time saves to a root, or the ranks of a `coordinator`;
+    others may load from it meanwhile. A step that is a link to a directory is loaded and never
+    removed.
 
     With a `coordinator` every rank makes the same calls in the same order, this one too, but for
     `path`; each of them raises RankFailedError where another rank failed or was interrupted. `root`
@@ -354,8 +355,8 @@ class Manager:
             sheltered(self._retire, "checkpoint-retire")
 
     def _make_room(self, step: int, cancellation: Cancellation) -> None:
-        """Removes what killed saves left at other steps than this, which is saved next: that does
-        so itself. It would have no room where there is some for one more than is kept.
+        """Removes the other steps that killed saves left unfinished: the next save, of this one,
+        would have no room where there is some for one more than is kept.
         """
         with warned(self.root):
             for other in self._found():
