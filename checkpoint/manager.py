@@ -28,6 +28,7 @@ from aio import Engine
 from checkpoint.absence import is_directory
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
+from checkpoint.directory.locate import is_finished
 from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
@@ -63,11 +64,12 @@ class Manager:
     """Checkpoints of one run under `root`, made if missing.
 
     The `keep` that were saved last are kept (None: all), and besides them every one whose step is a
-    multiple of `keep_every`. Older ones are removed when a new one is durable. `stripe_dirs`,
-    `engine` and `coordinator` are as in `save`; data of earlier saves that are not where they were
-    saved are found in `stripe_dirs` too. One process at a time saves to a root, or the ranks
-    of a `coordinator`; others may load from it meanwhile. A step that is a link to a directory is
-    loaded and never removed.
+    multiple of `keep_every`. Older ones are removed when a new one is durable, and steps that
+    killed saves left unfinished before it takes room. `stripe_dirs`, `engine` and `coordinator` are
+    as in `save`; data of earlier saves that are not where they were saved are found in
+    `stripe_dirs` too. One process at a time saves to a root, or the ranks of a `coordinator`;
+    others may load from it meanwhile. A step that is a link to a directory is loaded and never
+    removed.
 
     With a `coordinator` every rank makes the same calls in the same order, this one too, but for
     `path`; each of them raises RankFailedError where another rank failed or was interrupted. `root`
@@ -100,6 +102,7 @@ class Manager:
         self._memory = KeptMemory()
         self._known = KnownManifests(Relocation(self._stripe_dirs))
         self._loads = WatchedLoads(self._known)
+        self._has_retired = False
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -147,14 +150,17 @@ class Manager:
         return accompanied(self._ranks, Operation.SAVE, way)
 
     def _request(self, step: int, state: object, arrival: Arrival) -> SaveRequest:
+        path, previous = self.path(step), self._wait_for_previous()
+        if not self._has_retired and not self._ranks.rank:
+            sheltered(partial(self._make_room, step), "checkpoint-retire")
         return SaveRequest(
             state=state,
-            path=self.path(step),
+            path=path,
             stripe_dirs=self._stripe_dirs,
             engine=self._engine,
             ranks=self._ranks,
             arrival=arrival,
-            previous=self._wait_for_previous(),
+            previous=previous,
         )
 
     def steps(self) -> list[int]:
@@ -193,7 +199,12 @@ class Manager:
         return in_turn(self._ranks, Operation.LOAD, partial(self._find, step, options))
 
     def _find(self, step: int | None, given: dict[str, Any], loading: Turn) -> Any:
-        self._check_same(loading, step)
+        def asked() -> int | None:
+            if step is not None:
+                self.path(step)
+            return step
+
+        loading.same(asked, "loads step {}, rank {} step {}")
         options = for_several(given)
         if step is not None:
             path = self.path(step)
@@ -232,21 +243,6 @@ class Manager:
         return within(load)(path, **{"stripe_dirs": there, **options})
 
     # Agreeing with the other ranks.
-
-    def _check_same(self, loading: Turn, step: int | None) -> None:
-        """Raises on every rank for what is no step on one, and for steps that differ."""
-
-        def check() -> int | None:
-            if step is not None:
-                self.path(step)
-            return step
-
-        def differ(steps: list[int | None]) -> bool:
-            return any(given != steps[0] for given in steps)
-
-        for rank, given in enumerate(steps := loading.together(check, differ)):
-            if given != steps[0]:
-                raise ValueError(f"rank 0 loads step {steps[0]}, rank {rank} step {given}")
 
     def _judged(
         self, looking: Turn, judge: Callable[[int], Verdict], *, is_all: bool = True
@@ -358,6 +354,17 @@ class Manager:
         if not self._ranks.rank:
             sheltered(self._retire, "checkpoint-retire")
 
+    def _make_room(self, step: int, cancellation: Cancellation) -> None:
+        """Removes the other steps that killed saves left unfinished: the next save, of this one,
+        would have no room where there is some for one more than is kept.
+        """
+        with warned(self.root):
+            for other in self._found():
+                cancellation.check()
+                with warned(path := self.path(other)):
+                    if other != step and not path.is_symlink() and not is_finished(path):
+                        self._remove(other, None)
+
     def _retire(self, cancellation: Cancellation) -> None:
         finished: list[Finished] = []
         self._loads.keep(map(self.path, steps := self._found()))
@@ -372,6 +379,7 @@ class Manager:
                     self._remove(step, None)
                 else:
                     finished.append(Finished(manifest.saved, step, manifest.uuid, since))
+        self._has_retired = True
         if self._keep is None:
             return
         for one in outdated(self.root, finished, self._keep, self._keep_every):

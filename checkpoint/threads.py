@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from aio.process.threads import WatchedThread, begun, is_refusal
+from aio.process.threads import Latch, WatchedThread, begun, is_refusal, take_turns
 from checkpoint.sheltered import StoppedError, no_thread
 
 T = TypeVar("T")
@@ -55,9 +54,9 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
     return [results[index] for index in range(len(tasks))]
 
 
-def started(run: Callable[[], None], name: str) -> threading.Thread:
-    """A thread that does this, and calls `begun` in it. Raises OSError (EAGAIN) if there is none to
-    be had, and MemoryError if that has no memory to begin with.
+def started(run: Callable[[], None], name: str) -> WatchedThread:
+    """A thread that does this, and calls `begun` or `take_turns` in it. Raises OSError (EAGAIN) if
+    there is none to be had, and MemoryError if that has no memory to begin with.
     """
     thread = WatchedThread(run, name, tells=True)
     try:
@@ -78,6 +77,50 @@ class _Asked(threading.local):
 asked = _Asked()
 
 
+class Outcome(Generic[T]):
+    """What work on another thread gives or raises, for those who wait for its end."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._has_ended = Latch()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def of(self, work: Callable[[], T]) -> bool:
+        """Does the work, once; gives whether it raised nothing. To be called again where there was
+        no memory to tell of its end.
+        """
+        try:
+            try:
+                if not self._is_done:
+                    self._result = work()
+            except BaseException as error:
+                self._error = error  # first: there may be no memory for what follows
+            self._is_done = True
+            self._has_ended.set()
+            return self._error is None
+        finally:
+            del self, work  # an error that is kept leads to this frame
+
+    def is_there(self) -> bool:
+        """Whether the work has ended."""
+        return self._has_ended.is_set()
+
+    def wait(self) -> None:
+        """Until the work has ended."""
+        self._has_ended.wait()
+
+    def result(self) -> T:
+        """Waits; gives or raises what the work did."""
+        self._has_ended.wait()
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._result  # type: ignore[return-value]
+        finally:
+            del self  # as in `of`
+
+
 class Workers:
     """At most `count` threads that do what they are given, begun as there is work for them.
 
@@ -87,12 +130,12 @@ class Workers:
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[WatchedThread] = []
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
+    def submit(self, work: Callable[[], T]) -> Outcome[T]:
         """Has a thread do this. Raises OSError (EAGAIN) if there is none to be had."""
-        done: Future[T] = Future()
+        done: Outcome[T] = Outcome()
         with self._lock:
             if len(self._threads) < self._count:
                 try:
@@ -101,15 +144,26 @@ class Workers:
                     if not self._threads:  # fewer will do
                         raise
                     self._count = len(self._threads)
-        self._work.put(partial(_complete, done, work))
+        self._work.put(partial(done.of, work))
         return done
 
     def _run(self) -> None:
-        begun()
-        while (work := self._work.get()) is not None:
+        work: Callable[[], object] | None = None
+        is_taken = False
+
+        def turn() -> bool:
+            nonlocal work, is_taken
+            if not is_taken:
+                work = self._work.get()
+                is_taken = True
+            if work is None:
+                return False
             work()
             # Nothing of the last work outlives it while the thread waits.
-            del work
+            work, is_taken = None, False
+            return True
+
+        take_turns(turn)
 
     def __enter__(self) -> Workers:
         return self
@@ -119,12 +173,3 @@ class Workers:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
-
-
-def _complete(done: Future[T], work: Callable[[], T]) -> None:
-    try:
-        result = work()
-    except BaseException as error:
-        done.set_exception(error)
-    else:
-        done.set_result(result)

@@ -170,6 +170,32 @@ class WatchedThread(threading.Thread):
             self.has_begun.set()
         super().run()
 
+    def take_turns(self, turn: Callable[[], bool]) -> None:
+        """What its target does that others wait for: tells that it has begun, and does `turn` until
+        that returns False. Where there is no memory for a turn, which may be repeated, it is done
+        again when there is some. Raises what is no such error and comes at every turn.
+        """
+        num_failures = 0
+        is_short = False
+        while True:
+            # All that is called is called in here: where there is no memory, calls raise.
+            try:
+                if is_short:
+                    _wait_for_memory()
+                    is_short = False
+                if not self.has_begun.is_set():
+                    self.has_begun.set()
+                if not turn():
+                    return
+                num_failures = 0
+            except MemoryError:
+                is_short = True
+            except Exception:  # where Python itself has no memory, it may say something else
+                is_short = True
+                num_failures += 1
+                if num_failures > _MAX_FAILURES:
+                    raise
+
     def has_died(self) -> bool:
         """Whether it was started and has ended, in whatever way."""
         return _are_gone(self._called)
@@ -186,6 +212,13 @@ def begun() -> None:
     thread = threading.current_thread()
     if isinstance(thread, WatchedThread):
         thread.has_begun.set()
+
+
+def take_turns(turn: Callable[[], bool]) -> None:
+    """As `WatchedThread.take_turns` of the one that this is."""
+    thread = threading.current_thread()
+    assert isinstance(thread, WatchedThread)
+    thread.take_turns(turn)
 
 
 def surely(action: Callable[[], T]) -> T:
@@ -245,32 +278,6 @@ class Thread(WatchedThread):
             super().run()
         finally:
             self.has_ended.set()
-
-    def take_turns(self, turn: Callable[[], bool]) -> None:
-        """What its target does that others wait for: tells that it has begun, and does `turn` until
-        that returns False. Where there is no memory for a turn, which may be repeated, it is done
-        again when there is some. Raises what is no such error and comes at every turn.
-        """
-        num_failures = 0
-        is_short = False
-        while True:
-            # All that is called is called in here: where there is no memory, calls raise.
-            try:
-                if is_short:
-                    _wait_for_memory()
-                    is_short = False
-                if not self.has_begun.is_set():
-                    self.has_begun.set()
-                if not turn():
-                    return
-                num_failures = 0
-            except MemoryError:
-                is_short = True
-            except Exception:  # where Python itself has no memory, it may say something else
-                is_short = True
-                num_failures += 1
-                if num_failures > _MAX_FAILURES:
-                    raise
 
     def claimed_for(self, what: str) -> bool:
         """Whether it is to do this: what comes first, "work" or "nothing", for ever."""

@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,8 +66,14 @@ class _Order:
     is_used: bool = False
 
 
-class _Told(frozenset[str]):
-    """What a rank tells rank 0 with its plan: ids of saves of which it knows damage."""
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """Ids of saves of which a rank knows damage, which it tells rank 0 with its plan, and with what
+    it wrote: a planner that keeps plans leaves those out. It has a name of its own.
+    """
+
+    rank_name: str
+    damaged: frozenset[str]
 
 
 class _Ranks:
@@ -123,6 +129,8 @@ class _Save:
     def __init__(self, destination: Destination, given: PathLike) -> None:
         self.destination = destination
         self.given = given
+        self.told: list[Any] = []
+        """By rank, with its plan."""
         self.generation = Generation(destination)
         self._thread = threading.current_thread()
 
@@ -192,7 +200,15 @@ class StorageWriter(TorchStorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=_Told(damage_to_tell()))
+        return replace(plan, storage_data=self._told())
+
+    def _told(self) -> _Told:
+        return _Told(self._save_id, frozenset(damage_to_tell()))
+
+    def _note_told(self, told: Iterable[_Told]) -> None:
+        """Of the other ranks: what this one knows itself is sound as soon as it has read that."""
+        others = [one.damaged for one in told if one.rank_name != self._save_id]
+        note_told(_ranks, frozenset().union(*others))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Rank 0 locks the checkpoint and makes the directories.
@@ -208,9 +224,7 @@ class StorageWriter(TorchStorageWriter):
         except BaseException:
             self._give_up(save)
             raise
-        if len(plans) > 1:
-            told = (plan.storage_data for plan in plans if isinstance(plan.storage_data, _Told))
-            note_told(_ranks, frozenset().union(*told).difference(damage_to_tell()))
+        save.told = [plan.storage_data for plan in plans]
         nbytes = sum(_tensor_bytes(plan) for plan in plans)
         return [
             replace(plan, storage_data=_Order(destination.uuid, rank, len(self._stripes), nbytes))
@@ -272,11 +286,12 @@ class StorageWriter(TorchStorageWriter):
             if save is not None:
                 self._give_up(save)
             raise
+        told = self._told()
         # One result of a rank carries what all of them would say.
         future: Future[list[WriteResult]] = Future()
         future.set_result(
             [
-                WriteResult(item.index, nbytes, written if number == 0 else None)
+                WriteResult(item.index, nbytes, (written, told) if number == 0 else None)
                 for number, (item, nbytes) in enumerate(zip(plan.items, items.sizes, strict=True))
             ]
         )
@@ -309,7 +324,11 @@ class StorageWriter(TorchStorageWriter):
         if save is None:
             raise RuntimeError("finish() without prepare_global_plan(): not the coordinator")
         try:
-            written = [rank[0].storage_data for rank in results if rank]
+            written = [rank[0].storage_data[0] for rank in results if rank]
+            told = [
+                rank[0].storage_data[1] if rank else one
+                for rank, one in zip(results, save.told, strict=True)
+            ]
             destination = save.destination
             names = metadata.state_dict_metadata
             tree_of = partial(build_tree, paths=metadata.planner_data)
@@ -321,6 +340,8 @@ class StorageWriter(TorchStorageWriter):
             check_files(manifest, destination.path)
             raw = encode_manifest(manifest)
             sheltered(lambda _: save.generation.publish(raw), _THREAD)
+            if len(told) > 1:
+                self._note_told(one for one in told if isinstance(one, _Told))
         finally:
             self._give_up(save)
 

@@ -55,16 +55,16 @@ def load(
     `only`: shell patterns over the names of leaves; the tree then holds what matched, and lists
     close up over what did not. `into`: a tree whose tensors, arrays and byte sinks are written in
     place, found by their keys; it is returned, its other values replaced by the saved ones; what
-    the checkpoint holds beyond it is not read. One tensor at several keys takes the value of the
-    first of them that is asked for (and saved, if not `strict`); targets that overlap in another
-    way hold the value of either where they do. `map_location`: device of new tensors; None for the
-    one that each was saved from. Arrays are in host memory. A counter (`collections.Counter`) in
-    `into` is one value. `verify=False` skips the checksums of data.
+    the checkpoint holds beyond it is not read (what is empty in it has to be so there). One tensor
+    at several keys takes the value of the first of them that is asked for (and saved, if not
+    `strict`); targets that overlap in another way hold the value of either where they do. A counter
+    (`collections.Counter`) in `into` is one value. `map_location`: device of new tensors; None for
+    the one that each was saved from. Arrays are in host memory. `verify=False` skips checksums.
 
     `dtype`: tensors of floating-point numbers come in this dtype, rounded as `Tensor.to` rounds,
     and those of `into` must have it; arrays, and all other tensors, come as they were saved.
-    `strict=False`: leaves of `into` that the checkpoint lacks stay as they are, and patterns may
-    match nothing.
+    `strict=False`: what of `into` is empty, or the checkpoint lacks, stays as it is, and patterns
+    may match nothing.
 
     `stripe_dirs`: where data on stripes are, if not where they were saved: directories that are
     searched for them first, or a mapping from each that moved to where it is now.

@@ -218,9 +218,11 @@ def _values_in(path: Path, tree: Any, is_held: bool = False) -> Iterator[Path]:
 
 def _check_values(path: Path, into: Any, saved: SavedLeaves, selection: Selection) -> int:
     """How many plain values of the live tree are to be replaced. Raises ValueError for one that the
-    checkpoint lacks.
+    checkpoint lacks, and for what is empty where the checkpoint has leaves.
     """
     if type(into) in _CONTAINERS:
+        if path and not into and selection.is_strict:
+            saved.check_none_in(path, selection.wants)
         return sum(
             _check_values((*path, key), item, saved, selection) for key, item in _items(into)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +45,16 @@ class SavedLeaves:
     def _names(self) -> set[str]:
         return {natural_name(path) for path in (*self._data, *self._values)}
 
+    @cached_property
+    def _places(self) -> set[Path]:
+        """Of the leaves, and of the containers that have some."""
+        found: set[Path] = set()
+        for path in (*self._data, *self._values):
+            while path and path not in found:
+                found.add(path)
+                path = path[:-1]
+        return found
+
     def some_names(self) -> str:
         """For errors: names of a few tensors."""
         names = [repr(natural_name(path)) for path in itertools.islice(self._data, 3)]
@@ -66,6 +76,18 @@ class SavedLeaves:
         if found is None:
             raise self._refused(path, is_data=False)
         return self._values[found]
+
+    def check_none_in(self, path: Path, wants: Callable[[str], bool]) -> None:
+        """Of what is empty in the live tree: raises ValueError for leaves of these names there."""
+        if path not in self._places:
+            return
+        for leaf in (*self._data, *self._values):
+            if leaf[: len(path)] == path and wants(name := natural_name(leaf)):
+                raise ValueError(
+                    f"{render(path, 'into')} is empty, and what the checkpoint has there, as "
+                    f"{name!r}, would not be loaded; put places for it there (an optimizer has "
+                    "state after a step), or load it without into=; strict=False leaves it empty"
+                )
 
     def _refused(self, path: Path, is_data: bool) -> ValueError:
         """Why a leaf of the live tree, a tensor or another one, finds none in the checkpoint."""

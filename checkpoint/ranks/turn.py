@@ -57,6 +57,15 @@ class Turn:
         self.together(lambda: given.append(step()), ends=lambda _: True)
         return given[0]
 
+    def same(self, step: Callable[[], T], what: str) -> None:
+        """As `together`, for what has to be the same on all ranks. Raises ValueError on each of
+        them where it is not: `what` is told of that of rank 0, a rank, and that of the rank.
+        """
+        every = self.together(step, lambda found: any(one != found[0] for one in found))
+        for rank, one in enumerate(every):
+            if one != every[0]:
+                raise ValueError("rank 0 " + what.format(every[0], rank, one))
+
     def begin(self) -> None:
         """Waits for the coordinator."""
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from aio import Engine
-from aio.process.threads import Latch, begun, say
+from aio.process.threads import Latch, say, take_turns
 from aio.process.within import enter
 from checkpoint.directory.lock import end_given_up
 from checkpoint.format.records import Manifest, SaveInfo
@@ -220,13 +220,13 @@ class _Copying:
         self._snapshot = snapshot
         self._pending = pending
 
-    def _copy(self) -> None:
-        begun()
+    def _copy(self) -> bool:
         if self._snapshot.copy():
             self._pending.set_staged()
+        return False  # no other turn
 
     def __enter__(self) -> None:
-        self._thread = started(self._copy, "checkpoint-stage")
+        self._thread = started(partial(take_turns, self._copy), "checkpoint-stage")
 
     def __exit__(self, *_: object) -> None:
         self._snapshot.stop()

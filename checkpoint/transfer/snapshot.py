@@ -8,7 +8,6 @@ in waves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +15,12 @@ from queue import Empty, SimpleQueue
 
 from aio import File, Slab
 from aio.process.cgroups import num_processors
+from aio.process.threads import LOOK_SECONDS
 from checkpoint.format.datafile import ALIGNMENT
 from checkpoint.plan.write_runs import Run, Slots
 from checkpoint.sheltered import Cancellation, StoppedError
 from checkpoint.tensors.copiers import Buffer
-from checkpoint.threads import Workers, run_all
+from checkpoint.threads import Outcome, Workers, run_all
 from checkpoint.transfer.filling import Filler
 from checkpoint.transfer.memory import KeptMemory
 from checkpoint.transfer.writer import Reap, Runs
@@ -37,7 +37,7 @@ class _Copy:
 
     run: Run
     buffer: Buffer
-    done: Future[None]
+    done: Outcome[None]
 
 
 class SnapshotSupply:
@@ -51,6 +51,7 @@ class SnapshotSupply:
         self._slots = slots
         self._free: SimpleQueue[Buffer | None] = SimpleQueue()
         self._copies: SimpleQueue[_Copy | StoppedError | None] = SimpleQueue()
+        self._has_ended = False
         buffers = [slab.allocate(slots.nbytes) for _ in range(slots.count)]
         if filler.has_to_copy:
             filler.copier.register(buffers)
@@ -59,7 +60,7 @@ class SnapshotSupply:
 
     def copy_all(self, workers: Workers) -> None:
         """Copies every run as buffers become free. Raises StoppedError after `stop`."""
-        copies: list[Future[None]] = []
+        copies: list[Outcome[None]] = []
         try:
             for run in self.filler.runs(self._slots.nbytes, memory_alignment=0):
                 self._cancellation.check()
@@ -69,12 +70,14 @@ class SnapshotSupply:
                 done = workers.submit(partial(self.filler.copy, run, buffer))
                 copies.append(done)
                 self._copies.put(_Copy(run, buffer, done))
+            self._copies.put(None)
         except BaseException:
             self._copies.put(StoppedError("the copy of the tensors was given up"))
             raise
-        self._copies.put(None)
+        finally:
+            self._has_ended = True
         for done in copies:
-            done.exception()  # waits; what a source raised is the writer's to tell
+            done.wait()  # what a source raised is the writer's to tell
 
     def runs(self, file: File, reap: Reap) -> Runs:
         while (copy := self._next(reap)) is not None:
@@ -91,10 +94,20 @@ class SnapshotSupply:
             except Empty:
                 if reap():
                     continue
-                copy = self._copies.get()
+                copy = self._wait_for_copy()
             if isinstance(copy, StoppedError):
                 raise copy
             return copy
+
+    def _wait_for_copy(self) -> _Copy | StoppedError | None:
+        """There may have been no memory to say that no other one follows."""
+        while True:
+            has_ended = self._has_ended
+            try:
+                return self._copies.get(timeout=LOOK_SECONDS)
+            except Empty:
+                if has_ended:
+                    return StoppedError("the copy of the tensors ended without a word")
 
     def take_back(self, buffer: Buffer) -> None:
         self._free.put(buffer)
@@ -119,7 +132,7 @@ class Snapshot:
         cancellation: Cancellation,
     ) -> None:
         self._check = check
-        self._copied: Future[None] = Future()
+        self._copied: Outcome[None] = Outcome()
         shares = _shares([filler.plan.layout.nbytes for filler in fillers], budget_bytes)
         slots = [
             filler.slots(share, None, COPY_SLOT_BYTES)
@@ -138,22 +151,20 @@ class Snapshot:
         ]
 
     def copy(self) -> bool:
-        """Copies the state; gives whether its tensors may change. Errors are the writer's."""
-        try:
-            self._copy()
-            self._check()
-        except BaseException as error:
-            self._copied.set_exception(error)
-            self.stop()
-            return False
-        self._copied.set_result(None)
-        return True
+        """Copies the state; gives whether its tensors may change. Errors are the writer's. To be
+        called again where there was no memory to tell of its end.
+        """
+        if self._copied.of(self._copy):
+            return True
+        self.stop()
+        return False
 
     def _copy(self) -> None:
         threads = min(_MAX_COPY_THREADS, num_processors())
         with Workers(threads, "checkpoint-copy") as workers:
             tasks = [partial(supply.copy_all, workers) for supply in self.supplies]
             run_all(tasks, self.stop, "checkpoint-stage")
+        self._check()
 
     def check_copied(self) -> None:
         """Waits until everything has been copied. Raises the copy's error."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from checkpoint.errors import ChangedTensorError
 from checkpoint.plan.write_runs import Run, Slots
 from checkpoint.sheltered import Cancellation, StoppedError
 from checkpoint.tensors.copiers import Buffer
-from checkpoint.threads import Workers, run_all
+from checkpoint.threads import Outcome, Workers, run_all
 from checkpoint.transfer.filling import Filler
 
 _MAX_DIRECT_IN_FLIGHT = 4
@@ -62,11 +61,11 @@ class _Coming:
 
     run: Run
     buffer: Buffer | None = None
-    filled: Future[None] | None = None
+    filled: Outcome[None] | None = None
 
     @property
     def is_here(self) -> bool:
-        return self.filled is None or self.filled.done()
+        return self.filled is None or self.filled.is_there()
 
 
 class FillingSupply:

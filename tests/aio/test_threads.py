@@ -16,6 +16,7 @@ import pytest
 from aio import Engine
 from aio.process import threads
 from aio.process.threads import (
+    Latch,
     Thread,
     WatchedThread,
     begun,
@@ -88,6 +89,36 @@ def test_a_thread_that_ends_before_it_begins_is_an_error_that_names_it(
 def use_workers() -> None:
     with Workers(2, "a-thread") as workers:
         workers.submit(lambda: None).result()
+
+
+@pytest.mark.timeout(60)
+def test_the_end_of_work_is_told_when_there_is_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waited for it waited for ever."""
+    setting, failed, done = Latch.set, list[str](), list[int]()
+
+    def set_later(latch: Latch) -> None:
+        name = threading.current_thread().name
+        if name.startswith("a-thread") and len(failed) < 5:
+            failed.append(name)
+            raise MemoryError
+        setting(latch)
+
+    def work() -> int:
+        done.append(1)
+        failed.clear()
+        return 3
+
+    def fail() -> None:
+        raise ValueError("of the work")
+
+    monkeypatch.setattr(Latch, "set", set_later)
+    with Workers(1, "a-thread") as workers:
+        assert workers.submit(work).result() == 3
+        assert (len(failed), done) == (5, [1])
+        with pytest.raises(ValueError, match="of the work"):
+            workers.submit(fail).result()
 
 
 @pytest.mark.parametrize("no_memory", ["thread", "run"], indirect=True)

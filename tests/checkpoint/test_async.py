@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 
 import checkpoint
+from checkpoint.transfer import snapshot
 from tests.checkpoint.trees import assert_same
 from tests.support.scripts import Script
 
@@ -285,3 +287,33 @@ def test_a_save_of_which_no_memory_is_left_to_take_note_has_ended_for_those_who_
     if isinstance(saved, checkpoint.PendingSave):
         saved = saved.result(timeout=60)
     assert saved.num_tensors == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("most", [2, 3])
+def test_a_copy_in_waves_of_which_no_memory_is_left_to_tell_the_end_ends_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """The writer waited for ever for what it was to be told; `stop` tells it in the same way."""
+    failed: list[object] = []
+
+    class Queue:
+        def __init__(self) -> None:
+            queue: SimpleQueue[Any] = SimpleQueue()
+            self.get, self.get_nowait, self._put = queue.get, queue.get_nowait, queue.put
+
+        def put(self, item: object) -> None:
+            is_end = item is None or isinstance(item, Exception)
+            is_copier = threading.current_thread().name == "checkpoint-stage"
+            if is_end and is_copier and len(failed) < most:
+                failed.append(item)
+                raise MemoryError
+            self._put(item)
+
+    monkeypatch.setattr(snapshot, "SimpleQueue", Queue)
+    with pytest.raises(MemoryError):
+        checkpoint.save_async(
+            {"w": torch.ones(1 << 23)}, tmp_path / "checkpoint", staging_bytes=8 << 20
+        ).result()
+    assert len(failed) == most
+    assert not (tmp_path / "checkpoint").exists()

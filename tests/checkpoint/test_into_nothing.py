@@ -1,5 +1,6 @@
 """Trees to load into that take nothing, or not what they say."""
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -87,3 +88,40 @@ def test_stream_takes_nothing_of_any_shape(tmp_path: Path, data: Any) -> None:
         assert stream.write(data) == 0
         assert stream.write(b"abc") == 3
     assert (tmp_path / "file").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("empty", [{}, OrderedDict(), [], ()])
+def test_what_is_empty_where_there_are_values_is_refused_and_not_left_empty(
+    tmp_path: Path, empty: Any
+) -> None:
+    """An optimizer that has taken no step has an empty state, and would go on from none."""
+    state = {"w": torch.ones(3), "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "no": []}}
+    checkpoint.save(state, tmp_path / "one")
+    into: dict[str, Any] = {"w": torch.zeros(3), "optimizer": {"state": empty, "no": []}}
+    refused = r"into\['optimizer'\]\['state'\] is empty.* 'optimizer.state.0.exp_avg'.*strict=False"
+    every: list[dict[str, Any]] = [{}, {"only": "*"}, {"only": ["w", "optimizer.*"]}]
+    for options in every:
+        with pytest.raises(ValueError, match=refused):
+            checkpoint.load(tmp_path / "one", into=into, **options)
+    assert not into["w"].any()
+    every = [{"strict": False}, {"only": "w"}]
+    for options in every:
+        loaded = checkpoint.load(tmp_path / "one", into=into, **options)
+        assert loaded is into
+        assert into["optimizer"] == {"state": empty, "no": []}
+        assert into["w"].all()
+        into["w"].zero_()
+
+
+def test_a_list_that_is_empty_where_there_are_values_is_refused(tmp_path: Path) -> None:
+    checkpoint.save({"w": torch.ones(3), "losses": [0.5, 0.25]}, tmp_path / "one")
+    with pytest.raises(ValueError, match=r"into\['losses'\] is empty.* 'losses.0'"):
+        checkpoint.load(tmp_path / "one", into={"w": torch.zeros(3), "losses": []})
+    with pytest.raises(ValueError, match=r"into\['w'\] is empty.* 'w'"):
+        checkpoint.load(tmp_path / "one", into={"w": {}, "losses": [0.0, 0.0]})
+
+
+def test_what_is_empty_beside_a_key_with_a_dot_is_no_place_for_that(tmp_path: Path) -> None:
+    checkpoint.save({"a": {}, "a.b": torch.ones(3)}, tmp_path / "one")
+    into = {"a": {}, "a.b": torch.zeros(3)}
+    assert checkpoint.load(tmp_path / "one", into=into)["a.b"].sum() == 3

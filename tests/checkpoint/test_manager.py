@@ -172,6 +172,37 @@ def test_unfinished_ones_are_removed_and_other_things_left_alone(tmp_path: Path)
     assert names(tmp_path) == {"step-6", "step-x", "step-07", "notes"}
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_what_killed_saves_left_is_out_of_the_way_before_the_next_one_takes_room(
+    tmp_path: Path, background: bool
+) -> None:
+    checkpoint.Manager(tmp_path).save(1, state(1))
+    for name in ("step-5/0badc0de", "step-6/0badc0de"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "r0-0.safetensors").write_bytes(b"part of a file")
+    found: list[set[str]] = []
+
+    class Source:
+        dtype = torch.uint8
+        shape = (3,)
+
+        def read(self, start: int, out: memoryview) -> None:
+            found.append(names(tmp_path))
+            raise RuntimeError("gone")
+
+    def save(manager: checkpoint.Manager) -> None:
+        if background:
+            manager.save_async(6, {"x": Source()}).result()
+        else:
+            manager.save(6, {"x": Source()})
+
+    with pytest.raises(RuntimeError, match="gone"):
+        save(checkpoint.Manager(tmp_path))
+    assert found == [{"step-1", "step-6"}]
+    assert names(tmp_path) == {"step-1", "step-6"}
+    assert [entry.name for entry in (tmp_path / "step-6").iterdir()] == []
+
+
 def test_a_step_being_saved_is_not_taken_for_an_orphan(tmp_path: Path) -> None:
     manager = checkpoint.Manager(tmp_path)
 
