@@ -272,15 +272,19 @@ class UpdatePipeline:
             group = self._take_next(work)
             if group is None:
                 return
-            try:
-                work.reading.append(self._started(work, group))
-            except BaseException:
-                work.ahead.appendleft(group)
-                raise
+            self._start(work, group)
 
-    def _started(self, work: Pass, group: Subgroup, *, visits: bool = False) -> Job:
+    def _start(self, work: Pass, group: Subgroup, *, visits: bool = False) -> Job:
         is_ahead = not work.is_validated
-        return self._stages.start_read(work.step, group, is_ahead=is_ahead, is_aside=visits)
+        try:
+            job = self._stages.start_read(work.step, group, is_ahead=is_ahead, is_aside=visits)
+            work.reading.append(job)
+        except BaseException:
+            with self._lock:  # others may be adding to what waits
+                needs_slot = self._stages.needs_slot(group)
+                (work.ahead if needs_slot else work.in_memory).appendleft(group)
+            raise
+        return job
 
     def _take_next(self, work: Pass) -> Subgroup | None:
         """The next subgroup, if it can start; held jobs keep their slots until that is needed."""
@@ -326,12 +330,7 @@ class UpdatePipeline:
             if not waiting or (visits and not is_sooner(waiting, is_ahead=not work.is_validated)):
                 return None
             group = waiting.pop() if visits else waiting.popleft()
-        try:
-            work.reading.append(job := self._started(work, group, visits=visits))
-        except BaseException:
-            work.in_memory.appendleft(group)
-            raise
-        return job
+        return self._start(work, group, visits=visits)
 
     def _finish_written(self, work: Pass, *, wait: bool) -> None:
         """Publish or hold what is written, whatever is older; with ``wait`` at least one job.
