@@ -289,9 +289,10 @@ def test_interrupt_as_a_stopped_step_is_begun_again_has_it_finished_once(
             pipeline.join()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(UpdatePipeline, name, interrupted)
-        training.state.flush()
+        with pytest.raises(KeyboardInterrupt):
+            training.state.flush()
     training.check_all()
     training.step()
     training.check_all()
