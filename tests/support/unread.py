@@ -33,6 +33,6 @@ def unread(failing: Path) -> Iterator[None]:
             raise OSError(errno.EIO, "the disk does not answer", str(path))
         return status_of(path, **options)
 
-    told = {name: _as_in_python_3_14(name) for name in ("exists", "is_file", "is_dir")}
+    told: dict[str, Any] = {n: _as_in_python_3_14(n) for n in ("exists", "is_file", "is_dir")}
     with patch.multiple(Path, stat=stat, **told):
         yield
