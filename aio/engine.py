@@ -14,6 +14,7 @@ from aio.errors import check_int, check_path
 from aio.files import File
 from aio.opening import MODES, Mode, warn_buffered
 from aio.operation import Operation, Request
+from aio.process.descriptors import Descriptor
 from aio.process.unasked import tell
 
 if TYPE_CHECKING:
@@ -136,6 +137,9 @@ class Engine:
         tell()
         self._core.check_usable()
         check_path("path", path)
+        name = os.fspath(path)
+        if not name or name.endswith(("/", "/.")):  # as a Path it would be that of something else
+            Descriptor(name, os.O_PATH).close()
         if size is not None:
             size = check_int("size", size)
         if mode not in MODES:

@@ -25,7 +25,7 @@ from typing import Any
 from weakref import ref
 
 from aio import Engine
-from checkpoint.absence import is_directory
+from aio.process.absence import is_directory
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.locate import is_finished

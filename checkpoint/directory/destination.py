@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio.errors import check_path
-from checkpoint.absence import is_directory, is_name, is_there
+from aio.process.absence import is_directory, is_name, is_there
 
 PathLike = str | os.PathLike[str]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")

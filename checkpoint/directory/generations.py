@@ -18,8 +18,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from aio import sync_directory
+from aio.process.absence import is_directory
 from aio.process.descriptors import Descriptor
-from checkpoint.absence import is_directory
 from checkpoint.directory.files.attributes import PRIVATE, Attributes, give_attributes
 from checkpoint.directory.locate import is_finished, read_head, read_manifest
 from checkpoint.directory.lock import Lock

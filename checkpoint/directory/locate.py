@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import aio
-from checkpoint.absence import is_there
+from aio.process.absence import is_there
 from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode_manifest

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from aio import read_regular_file
+from aio.process.absence import is_absent, is_name, status_of
 from aio.process.descriptors import Descriptor
-from checkpoint.absence import is_absent, is_name, status_of
 
 OWNER_NAME = "owner.json"
 _MAX_BYTES = 1 << 16

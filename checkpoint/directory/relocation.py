@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from checkpoint.absence import is_absent, is_directory, is_there
+from aio.process.absence import is_absent, is_directory, is_there
 from checkpoint.directory.destination import PathLike, check_place, checkpoint_path
 from checkpoint.format.records import FileRecord, Manifest
 

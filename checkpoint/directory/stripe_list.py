@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aio import read_regular_file
-from checkpoint.absence import is_absent, is_name, status_of
+from aio.process.absence import is_absent, is_name, status_of
 
 STRIPES_NAME = "stripes.json"
 _MAX_STRIPES_BYTES = 1 << 20

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from checkpoint.absence import is_name
+from aio.process.absence import is_name
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.bulk.columns import (
     ChunkColumns,

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from aio import read_regular_file, sync_directory
-from checkpoint.absence import is_there
+from aio.process.absence import is_there
 from checkpoint.directory.destination import Destination
 from checkpoint.directory.files.attributes import attributes_at
 from checkpoint.directory.generations import (

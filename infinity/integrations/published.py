@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from aio import naming, sync_directory
+from aio.process.absence import is_directory, is_there, status_of
 from checkpoint.directory.files.making import made_directory, make_directory
 from checkpoint.directory.lock import Lock
 
@@ -107,7 +108,7 @@ def publish(staged: Path, final: Path) -> None:
     sync_tree(staged)
     replaced = replaced_of(final)
     with _turn(final.parent):
-        if final.exists():
+        if is_there(final):
             remove(replaced)
             final.rename(replaced)
         staged.rename(final)
@@ -118,13 +119,13 @@ def publish(staged: Path, final: Path) -> None:
 def recover(final: Path) -> None:
     """Finish what a killed process was replacing, or put it back."""
     replaced = replaced_of(final)
-    if os.path.lexists(replaced):
+    if status_of(replaced, follow=False) is not None:
         with _turn(final.parent):
-            if final.exists():
+            if is_there(final):
                 remove(replaced)
-            elif replaced.exists():
+            elif is_there(replaced):
                 replaced.rename(final)
-    if (final / _WRITTEN).is_dir():
+    if is_directory(final / _WRITTEN):
         with _turn(final):
             _move_in(final)
 
@@ -141,11 +142,11 @@ def _fill(staged: Path, final: Path) -> None:
 
 def _move_in(final: Path) -> None:
     written = final / _WRITTEN
-    if not written.is_dir():
+    if not is_directory(written):
         return
     for entry in written.iterdir():
         target = final / entry.name
-        if entry.is_dir() or target.is_dir():
+        if is_directory(entry) or is_directory(target):
             remove(target)
         entry.rename(target)
     sync_directory(final)
@@ -157,7 +158,7 @@ def _stays(final: Path) -> bool:
     """Whether a folder can be given no other name: a mounted one, one that this process is in, one
     in a folder that it may not change.
     """
-    if not final.is_dir():
+    if not is_directory(final):
         return False
     whole, current = final.resolve(), Path(os.path.realpath("."))
     is_in_it = whole == current or whole in current.parents
@@ -184,7 +185,7 @@ def _turn(folder: Path) -> Iterator[None]:
 
 def remove(path: Path) -> None:
     """A folder or a file, if there is one."""
-    if not path.is_dir() or path.is_symlink():
+    if not is_directory(path) or path.is_symlink():
         path.unlink(missing_ok=True)
         return
     try:
@@ -210,12 +211,12 @@ def sync_tree(folder: Path) -> None:
 
 def _take_along(final: Path, staged: Path) -> None:
     """Files of others in ``final``, as links: they are in both until one of the two goes."""
-    if not final.is_dir():
+    if not is_directory(final):
         return
     for entry in final.iterdir():
-        if (staged / entry.name).exists():
+        if is_there(staged / entry.name):
             continue
-        if entry.is_dir() and not entry.is_symlink():
+        if is_directory(entry) and not entry.is_symlink():
             shutil.copytree(entry, staged / entry.name, symlinks=True, copy_function=_link)
         else:
             _link(entry, staged / entry.name)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import checkpoint
 from aio import sync_directory
+from aio.process.absence import is_there
 from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.locate import read_manifest
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
@@ -194,7 +195,7 @@ def remove_point(folder: Path) -> None:
         sync_directory(folder)
         shutil.rmtree(folder)
         uuid = None
-    if folder.exists():
+    if is_there(folder):
         remove_checkpoint(folder, uuid)
     sync_directory(folder.parent)
 

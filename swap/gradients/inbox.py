@@ -21,7 +21,7 @@ import torch
 
 from aio import Slab, SlabFullError
 from aio.errors import let_go
-from aio.process.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
+from aio.process.threads import LOOK_SECONDS, Changes, Thread, join_thread, start_thread
 from swap.cache.patience import Patience
 from swap.device.interface import ComputeDevice, Event, Stream
 from swap.memory.uses import other_uses
@@ -135,8 +135,7 @@ class GradientInbox:
         """
         try:
             flat = plain(gradient.detach()).reshape(-1)
-            while (change := self._change_unless(self._has_room_on_device)) is not None:
-                change.wait(LOOK_SECONDS)
+            self._wait_until(self._has_room_on_device)
             if other_uses(flat) > 1:  # the program's, which may change it
                 flat = flat.clone()
             self._coming.append(_Coming(parameter, flat, self._device.record(Stream.COMPUTE)))
@@ -148,8 +147,7 @@ class GradientInbox:
 
     def wait(self) -> None:
         """Wait until every gradient is stored or lost."""
-        while (change := self._change_unless(self._is_empty)) is not None:
-            change.wait(LOOK_SECONDS)
+        self._wait_until(self._is_empty)
 
     def close(self) -> None:
         """Finish what is under way, then end the thread. Idempotent."""
@@ -165,12 +163,17 @@ class GradientInbox:
         coming = list(self._coming)
         return not coming or sum(one.bytes_left for one in coming) <= self._most_coming_bytes
 
-    def _change_unless(self, is_so: Callable[[], bool]) -> Latch | None:
-        with self._lock:
-            if is_so():
-                return None
-            self._changes.tell()  # an interrupted ``add`` may not have
-            return self._changes.next()
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        is_told = False
+        while True:
+            with self._lock:
+                if is_so():
+                    return
+                if not is_told:  # an interrupted ``add`` may not have; once: others wait, too
+                    self._changes.tell()
+                change = self._changes.next()
+            is_told = True
+            change.wait(LOOK_SECONDS)
 
     # The thread.
 

@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aio import AioError, sync_directory
+from aio.process.absence import is_file, is_there
 from aio.process.descriptors import Descriptor
 from swap.interruptions.forks import note
 from swap.snapshots.contents import FileRange
@@ -106,7 +107,7 @@ class Folders:
             root = path.parents[2]
             folder = _folder(root, self._held[1])
             kept = folder / f"{path.parent.name}.swap"
-            if kept.exists():
+            if is_there(kept):
                 sync_directory(folder)  # which may be what failed the last time
                 continue
             try:
@@ -137,7 +138,7 @@ class Folders:
         """(number of the directory, path) of the kept swap file of that name, if it is there."""
         for number, root in enumerate(self._roots):
             path = _folder(root, self._held[1]) / f"{name}.swap"
-            if path.is_file():
+            if is_file(path):
                 return number, path
         return None
 
@@ -149,9 +150,9 @@ class Folders:
         removed = 0
         for root in self._roots:
             for name, path in _kept_files(_folder(root, self._held[1])):
-                if (root / FOLDER / name).exists():
-                    continue  # its process lives
                 try:
+                    if is_there(root / FOLDER / name):
+                        continue  # its process lives
                     if name in needed:
                         _punch_others(path, needed[name])
                     else:
@@ -167,7 +168,7 @@ class Folders:
         """
         for root in self._roots:
             base = _base(root)
-            if any(_unlocked(root)) or (base.exists() and not any(_stores(root))):
+            if any(_unlocked(root)) or (is_there(base) and not any(_stores(root))):
                 with locked(root):
                     for folder in _unlocked(root):
                         _remove_empty(folder / _POINTS, folder)
@@ -197,7 +198,7 @@ class Folders:
     def _find(self) -> tuple[Path, str] | None:
         for root in self._roots:
             for folder in _stores(root):
-                if (folder / _LOCK).is_file():
+                if is_file(folder / _LOCK):
                     return root, folder.name
         return None
 
@@ -223,7 +224,7 @@ class Folders:
         is lost from sight, and the folder that is missing is an error to who looks into it.
         """
         points = _folder(*self._held) / _POINTS
-        if not points.exists() and not self._keeps_files():
+        if not is_there(points) and not self._keeps_files():
             points.mkdir(mode=0o700)
 
     def _keeps_files(self) -> bool:
@@ -271,7 +272,7 @@ def _stores(root: Path) -> Iterator[Path]:
 
 
 def _unlocked(root: Path) -> list[Path]:
-    return [folder for folder in _stores(root) if not (folder / _LOCK).exists()]
+    return [folder for folder in _stores(root) if not is_there(folder / _LOCK)]
 
 
 def _remove_empty(*folders: Path) -> None:
@@ -309,7 +310,7 @@ def _kept_files(folder: Path) -> Iterator[tuple[str, Path]]:
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in sorted(folder.iterdir()):
             match = _FILE.fullmatch(path.name)
-            if match and path.is_file() and not path.is_symlink():
+            if match and is_file(path) and not path.is_symlink():
                 yield match[1], path
 
 

@@ -33,6 +33,8 @@ class Pass:
     held: deque[Job] = field(default_factory=deque)
     is_held_in_order: bool = False
     begun: set[int] = field(default_factory=set)
+    is_taken: bool = False
+    """Whether the pipeline's thread has begun with it."""
     failure: BaseException | None = None
     """What stopped it."""
     left: list[Subgroup] = field(default_factory=list)

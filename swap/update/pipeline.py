@@ -63,15 +63,16 @@ class UpdatePipeline:
     # Steps.
 
     def submit(self, step: Step, subgroups: Sequence[Subgroup]) -> None:
-        """Start a step over ``subgroups``. The one before must have been waited for."""
-        assert self._failure is None
+        """Start a step over ``subgroups``. The one before must have been waited for, or be this
+        one: what stopped it is known until the thread has this.
+        """
         work = Pass(step, is_validated=True, is_complete=True)
         try:
             self._weights.begin_update(parts_of(subgroups), step.updates, frozenset())
             self._add(work, subgroups)
             self._begin(work)
         except BaseException as interrupt:
-            if self._current is not work:  # a step that was stopped, for ``retry`` to finish
+            if not (self._current is work or work.is_taken):  # nor done by now: for ``retry``
                 self._left, self._failure = (step, list(subgroups)), let_go(interrupt)
                 self._weights.fail(interrupt)
             raise
@@ -100,8 +101,7 @@ class UpdatePipeline:
         """
         self.join()
         if self._left is not None and not isinstance(self._failure, MixedStateError):
-            (step, subgroups), self._left, self._failure = self._left, None, None
-            self.submit(step, subgroups)
+            self.submit(*self._left)
 
     def discard(self) -> list[Subgroup]:
         """Forget a step that was stopped; gives the subgroups that it left as they were."""
@@ -219,8 +219,12 @@ class UpdatePipeline:
     def _next_pass(self) -> Pass | None:
         while True:
             with self._lock:
-                if self._current is not None or self._is_closing:
-                    return self._current
+                work = self._current
+                if work is not None and not work.is_taken:
+                    self._left = self._failure = None  # of the step before, which this may finish
+                    work.is_taken = True
+                if work is not None or self._is_closing:
+                    return work
                 change = self._changes.next()
             change.wait(LOOK_SECONDS)
 
@@ -268,15 +272,19 @@ class UpdatePipeline:
             group = self._take_next(work)
             if group is None:
                 return
-            try:
-                work.reading.append(self._started(work, group))
-            except BaseException:
-                work.ahead.appendleft(group)
-                raise
+            self._start(work, group)
 
-    def _started(self, work: Pass, group: Subgroup, *, visits: bool = False) -> Job:
+    def _start(self, work: Pass, group: Subgroup, *, visits: bool = False) -> Job:
         is_ahead = not work.is_validated
-        return self._stages.start_read(work.step, group, is_ahead=is_ahead, is_aside=visits)
+        try:
+            job = self._stages.start_read(work.step, group, is_ahead=is_ahead, is_aside=visits)
+            work.reading.append(job)
+        except BaseException:
+            with self._lock:  # others may be adding to what waits
+                needs_slot = self._stages.needs_slot(group)
+                (work.ahead if needs_slot else work.in_memory).appendleft(group)
+            raise
+        return job
 
     def _take_next(self, work: Pass) -> Subgroup | None:
         """The next subgroup, if it can start; held jobs keep their slots until that is needed."""
@@ -322,12 +330,7 @@ class UpdatePipeline:
             if not waiting or (visits and not is_sooner(waiting, is_ahead=not work.is_validated)):
                 return None
             group = waiting.pop() if visits else waiting.popleft()
-        try:
-            work.reading.append(job := self._started(work, group, visits=visits))
-        except BaseException:
-            work.in_memory.appendleft(group)
-            raise
-        return job
+        return self._start(work, group, visits=visits)
 
     def _finish_written(self, work: Pass, *, wait: bool) -> None:
         """Publish or hold what is written, whatever is older; with ``wait`` at least one job.

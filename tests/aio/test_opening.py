@@ -29,6 +29,33 @@ def plain() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.parametrize("mode", ["r", "r+", "w", "x"])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("", errno.ENOENT),
+        ("new/", errno.ENOENT),
+        ("new/.", errno.ENOENT),
+        ("file/", errno.ENOTDIR),
+        ("file/.", errno.ENOTDIR),
+    ],
+)
+def test_name_that_no_file_has_is_refused_as_it_was_given(
+    plain: Engine,
+    tmp_path: Path,
+    name: str,
+    code: int,
+    mode: Mode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_bytes(b"kept")
+    with pytest.raises(OSError, match=re.escape(repr(name))) as caught:
+        plain.open(name, mode)
+    assert caught.value.errno == code
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"kept"]
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("mode", ["r", "r+", "w"])
 @pytest.mark.parametrize("has_proc", [True, False], ids=["proc", "no proc"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.absence import is_name
+from aio.process.absence import is_name
 from checkpoint.directory.owners import opened_directory, read_owner
 from checkpoint.directory.stripe_list import ListedStripe, listed_stripes
 from checkpoint.errors import CorruptCheckpointError

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from aio import AioError
 from swap.plan.layout import PIECE, Subgroup, pack
 from swap.tiered import TieredState
+from swap.update.pipeline import UpdatePipeline
 from swap.update.stages import Step
 from tests.support.examples import examples
 from tests.support.late_engine import Faults, Kind
@@ -264,6 +265,36 @@ def test_error_stays_until_the_disk_works_again(make: Callable[..., Training]) -
             training.state.flush()
         training.check_subgroups()
     training.mend()
+    training.check_all()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_behind"), [("submit", False), ("_begin", False), ("_begin", True)]
+)
+def test_interrupt_as_a_stopped_step_is_begun_again_has_it_finished_once(
+    make: Callable[..., Training], name: str, is_behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the thread has it, or when that has even done it: handlers take their time."""
+    training = make(seed=1)
+    training.step()
+    training.state.flush()
+    training.faults.arm("write", errno.EIO, after=2, matches=write_of_component)
+    training.step()
+    training.state.wait_for_updates()
+    method = getattr(UpdatePipeline, name)
+
+    def interrupted(pipeline: UpdatePipeline, *arguments: Any) -> None:
+        if is_behind:
+            method(pipeline, *arguments)
+            pipeline.join()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UpdatePipeline, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.state.flush()
+    training.check_all()
+    training.step()
     training.check_all()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from checkpoint.directory.lock import Lock
 from infinity.integrations import published
+from tests.support.unread import unread
 
 
 def _write(folder: Path, text: str, **options: bool) -> None:
@@ -43,6 +44,19 @@ def test_current_directory_gets_what_is_written_moved_into_it(
     assert (run / "mine.txt").read_text() == "mine"
     assert Path().samefile(run)
     assert _hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["folder", "replaced", "written"])
+def test_folder_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path: Path, what: str) -> None:
+    run = tmp_path / "run"
+    _write(run, "first")
+    replaced, written = published.replaced_of(run), run / published._WRITTEN
+    for folder in (replaced, written):
+        folder.mkdir()
+    failing = {"folder": run, "replaced": replaced, "written": written}[what]
+    with unread(failing), pytest.raises(OSError, match="does not answer"):
+        published.recover(run)
+    assert _read(run) == ["first", "first"]
 
 
 def test_folder_that_cannot_be_renamed_is_complete_after_a_kill(

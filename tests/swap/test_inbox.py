@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from aio import AioError, Slab
+from aio.process.threads import Changes
 from swap.device.interface import Stream
 from swap.gradients.inbox import GradientInbox
 from swap.plan.layout import PIECE
@@ -156,6 +157,29 @@ def test_inbox_is_bounded_by_its_slab_and_waits_for_room() -> None:
     inbox.close()
     assert slab.peak_bytes <= 2 * PIECE * 4
     assert slab.used_bytes == 0
+
+
+def test_those_who_wait_do_not_wake_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_open, tells = threading.Event(), list[None]()
+    tell = Changes.tell
+
+    def counted(changes: Changes) -> None:
+        tells.append(None)
+        tell(changes)
+
+    inbox = inbox_of(SimulatedDevice(eager=True), Slab(MIB), lambda *_, **__: is_open.wait(60))
+    inbox.add(0, random_values(0, PIECE))
+    monkeypatch.setattr(Changes, "tell", counted)
+    waiting = [threading.Thread(target=inbox.wait) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    waiting[0].join(0.2)
+    num_tells = len(tells)
+    is_open.set()
+    for thread in waiting:
+        thread.join()
+    inbox.close()
+    assert num_tells <= 6
 
 
 def test_failure_to_store_loses_that_gradient_and_no_memory() -> None:

@@ -12,6 +12,7 @@ import pytest
 from swap.snapshots import folders
 from swap.snapshots.folders import Folders
 from swap.storage.drives.directory import FOLDER
+from tests.support.unread import unread
 
 
 @pytest.fixture
@@ -43,6 +44,29 @@ def test_file_whose_process_has_not_ended_is_found_by_who_comes_later(
     assert later.give_back({}) == 4096
     later.release(is_empty=True)
     assert [path for root in roots for path in root.iterdir()] == []
+
+
+@pytest.mark.parametrize("what", ["process", "kept file", "lock"])
+def test_what_cannot_be_looked_at_is_not_taken_for_gone(roots: list[Path], what: str) -> None:
+    process = roots[0] / FOLDER / "0123456789ab"
+    process.mkdir(parents=True)
+    (process / "state.swap").write_bytes(bytes(4096))
+    block = Folders(roots)
+    points = block.acquire(make=True)
+    assert points is not None
+    block.keep([process / "state.swap"])
+    kept = points.parent / "0123456789ab.swap"
+    with unread({"process": process, "kept file": kept, "lock": points.parent / "lock"}[what]):
+        if what == "process":
+            assert block.give_back({}) == 0
+        elif what == "kept file":
+            with pytest.raises(OSError, match="does not answer"):
+                block.file("0123456789ab")
+        else:
+            with pytest.raises(OSError, match="does not answer"):
+                Folders(roots).acquire(make=False)
+    assert kept.stat().st_size == 4096
+    block.release(is_empty=False)
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

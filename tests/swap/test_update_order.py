@@ -12,6 +12,7 @@ import pytest
 
 from swap.plan.layout import PIECE, Subgroup, pack
 from swap.plan.schedule import Schedule
+from swap.update.passes import Pass
 from swap.update.pipeline import UpdatePipeline
 from swap.update.stages import Job, Step
 from tests.support.tiers import specs_of
@@ -192,6 +193,46 @@ def test_a_parameter_that_is_begun_is_finished_before_an_earlier_one_of_the_mode
     assert pipeline.validate(STEP, all_groups, [])
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 8)
     assert stages.of("published") == list(range(8))
+
+
+@pytest.mark.parametrize("in_memory", [{0}, set[int]()])
+def test_what_cannot_begin_is_not_lost_among_what_is_added_meanwhile(
+    run: Any, in_memory: set[int]
+) -> None:
+    """As a step is taken while the pass ahead of it meets an error, the step has all of them."""
+    stages, (one, other) = Stages(slots=1, in_memory=in_memory), groups(2)
+    pipeline = run(stages, [0, 1])
+    work = Pass(STEP, is_validated=True, is_complete=True)
+    pipeline._add(work, [one])
+    is_adding = threading.Event()
+    failures: list[OSError] = []
+
+    def fail(*_: object, **__: object) -> Job:
+        assert is_adding.wait(TIMEOUT)
+        raise OSError
+
+    def start() -> None:
+        try:
+            pipeline._start_reads(work)
+            pipeline._start_in_memory(work)
+        except OSError as failure:
+            failures.append(failure)
+
+    def first_use(group: Subgroup) -> tuple[int, int]:
+        is_adding.set()
+        thread.join(0.2)
+        return group.index, group.index
+
+    stages.start_read = fail  # type: ignore[method-assign]
+    thread = threading.Thread(target=start)
+    thread.start()
+    while work.waiting:
+        thread.join(0.001)
+    with pipeline._lock:
+        work.add([other], first_use, stages.needs_slot)
+    thread.join(TIMEOUT)
+    assert failures
+    assert sorted(group.index for group in work.waiting) == [0, 1]
 
 
 def test_what_is_at_home_in_memory_is_not_kept_waiting_by_a_slow_ssd(run: Any) -> None:

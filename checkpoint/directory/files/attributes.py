@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.absence import status_of
+from aio.process.absence import status_of
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aio import sync_directory
-from checkpoint.absence import is_there
+from aio.process.absence import is_there
 
 _MOST_TRIES = 100
 """To make a directory while others remove those above it."""

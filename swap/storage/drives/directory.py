@@ -32,6 +32,7 @@ from pathlib import Path
 
 from aio import Engine, File
 from aio.errors import let_go
+from aio.process.absence import is_directory, is_there
 from aio.process.descriptors import Descriptor
 from swap.interruptions.forks import note
 from swap.interruptions.undo import Undo, close_gone
@@ -95,7 +96,7 @@ class SwapDirectory:
     def _make(self, engine: Engine) -> None:
         check_usable(self.root)
         with locked(self.root, self._turn):
-            self._makes_shared = not self.path.parent.exists()
+            self._makes_shared = not is_there(self.path.parent)
             make_shared(self.path.parent)
             _reclaim(self.root)
             self.path.mkdir(mode=0o700)
@@ -137,7 +138,7 @@ class SwapDirectory:
         """Of a folder that is not there, or whose turn does not come, the lock alone."""
         self._turn.close()
         try:
-            if self._lock is not None or self._makes_shared or self.path.exists():
+            if self._lock is not None or self._makes_shared or is_there(self.path):
                 with locked(self.root, self._turn):
                     _remove_tree(self.path)
                     self._unlock()
@@ -321,11 +322,11 @@ def _reclaim_one(folder: Path) -> bool:
 
 def check_usable(root: Path) -> None:
     """Raises as ``SwapDirectory`` where ``root`` cannot be used."""
-    if not root.exists():
+    if not is_there(root):
         raise FileNotFoundError(
             f"nvme directory {root} does not exist; create it on the SSD that should take the state"
         )
-    if not root.is_dir():
+    if not is_directory(root):
         raise NotADirectoryError(f"nvme={root} is not a directory")
     usable = os.access(root, os.R_OK | os.W_OK | os.X_OK)
     if not usable or os.statvfs(root).f_flag & os.ST_RDONLY:

@@ -48,3 +48,9 @@ def is_directory(path: Path) -> bool:
     """Whether a path leads to a directory. Raises as `is_there`."""
     status = status_of(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a regular file. Raises as `is_there`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
