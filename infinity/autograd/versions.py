@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -34,17 +35,20 @@ from swap.memory.uses import root_of
 
 _log = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _REMEDY = (
     "change values inside `with offloaded.gathered([parameter], modify=True):`, which keeps them "
     "when the save has read what was there"
 )
-
 
 HeldWeights = Callable[[Set[int]], Sequence[Held]]
 """Where current weights of parameters are that autograd or the program refers to; none at home."""
 
 _MOST_COUNTING_SECONDS = 1.0
 """More than it takes to count what changed."""
+
+_MOMENT_SECONDS = 0.001
+"""So long another thread may go on; a hundredth of what looking at all objects takes."""
 
 
 class Weights(Protocol):
@@ -289,16 +293,22 @@ class KeptViews:
         """
         self.settle()
         changing = {*indices}
-        held = {one.storage: one for one in self._held(changing)}
-        in_place = {*self._weights.held}
-        at_home = self._weights.at_home.held(changing, in_place)
-        held |= {one.storage: one for one in at_home}
+        held = self._held_of(changing)
+        if held:  # by a thread that has just read weights, perhaps, and only waits to let go of them
+            time.sleep(_MOMENT_SECONDS)
+            held = self._held_of(changing)
         if held:
             views = _views_over(held)
             others = self._weights.working(elsewhere=True)  # only now: one may just have begun
             for index, view in views:
                 found = _Found(weakref.ref(view), _storage_of(view), others)
                 self._found.setdefault(index, {})[id(view)] = found
+
+    def _held_of(self, changing: Set[int]) -> dict[int, Held]:
+        """What the program may have views of, by storage."""
+        in_place = {*self._weights.held}
+        at_home = self._weights.at_home.held(changing, in_place)
+        return {one.storage: one for one in (*self._held(changing), *at_home)}
 
     def expire(self, indices: Iterable[int]) -> None:
         """The values of these parameters are others now, or elsewhere: each use of the views that
@@ -334,6 +344,8 @@ class KeptViews:
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 face = placeholder(*about(view), refusal_of_view(name))
+                if not _REQUIRES_GRAD.__get__(view):  # or numpy would have refused it
+                    object.__setattr__(view, "_memory_of_arrays", self._memory_of(view))
                 _DATA.__set__(view, face)
         except Exception as error:  # of whatever kind: a step is under way
             _log.warning(
@@ -341,6 +353,13 @@ class KeptViews:
                 "(%s): what it has is not defined; take it anew after each step",
                 *(name, type(view).__name__, error),
             )
+
+    def _memory_of(self, view: torch.Tensor) -> object:
+        """What keeps the memory of ``view``. An array that numpy has made of it refers to the view
+        and to an address, and so needs both for as long as it lives.
+        """
+        home = self._weights.at_home.memory_in(_storage_of(view))
+        return torch.Tensor.untyped_storage(view) if home is None else home
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ refused by name from then on, wherever the weights are.
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,6 +168,28 @@ def test_weight_that_a_forward_pass_shares_with_other_processes_goes_on_training
         assert same_bits(one, other)
 
 
+@pytest.mark.parametrize("change", [take_step, load])
+def test_array_of_a_view_has_values_of_its_weight_alone(
+    change: Change, budget: int, nvme: Path, tmp_path: Path
+) -> None:
+    """Those from before a change, or new ones; not what comes into that memory next."""
+    model = seeded(lambda: Keeping(lambda weight: weight.detach().numpy(), within=True))
+    values = [model.layer(0).weight.detach().clone()]
+
+    def check() -> None:
+        now = torch.from_numpy(model.kept[0].copy())
+        assert any(same_bits(now, known) for known in values)
+
+    with infinity.offload(model, nvme, host_memory=budget) as offloaded:
+        for step in range(8):
+            vector_loss(model, step)
+            change(offloaded, model, tmp_path)
+            offloaded.flush()
+            values.append(model.layer(0).weight.detach().clone())
+            check()
+    check()
+
+
 def test_tensor_that_is_no_view_any_more_stays_behind_a_load_that_failed(
     budget: int, nvme: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +222,26 @@ def test_nothing_is_looked_for_where_nothing_is_kept(
         load(offloaded, model, tmp_path)
         with torch.no_grad():
             model(torch.ones(2, 256))
+
+
+def test_nothing_is_looked_for_where_what_is_kept_goes_in_a_moment(
+    budget: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what a thread has in its hands that has just read weights."""
+    looks: list[object] = []
+
+    def look(held: object) -> list[object]:
+        looks.append(held)
+        return []
+
+    monkeypatch.setattr(versions, "_views_over", look)
+    model = seeded(lambda: Keeping(TAKEN["transposed"], within=True))
+    clock = SimpleNamespace(sleep=lambda seconds: model.kept.clear())
+    with infinity.offload(model, nvme, host_memory=budget) as offloaded:
+        monkeypatch.setattr(versions, "time", clock)
+        take_step(offloaded, model, tmp_path)
+        assert not model.kept
+        assert not looks
 
 
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta|deprecated)")
