@@ -17,13 +17,14 @@ from torch import nn
 
 from aio.process.threads import Latch
 from infinity.activations.offloading import Activations
+from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.modifying import Loans
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.phases import Passes, Phases
 from infinity.autograd.refusals import check_use
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
-from infinity.autograd.versions import KeptViews, Versions
+from infinity.autograd.versions import Versions
 from infinity.background import BackgroundSaves
 from infinity.optim.accumulated import Accumulated
 from infinity.optim.left_gradients import LeftGradients

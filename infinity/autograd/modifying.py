@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.residency import ModuleResidency
-from infinity.autograd.versions import KeptViews, Versions
+from infinity.autograd.versions import Versions
 from infinity.parameters.offloaded.changes import LentMemory
 from infinity.parameters.offloaded.handlers import check_not_amid, is_amid, runs_program
 from infinity.parameters.offloaded.modes import own_modes

@@ -39,13 +39,13 @@ from infinity.activations.offloading import Activations
 from infinity.activations.storage import SavedActivation
 from infinity.autograd.phases import Phases
 from infinity.autograd.returned import copy_where_returned
-from infinity.autograd.views import View, bytes_of, is_whole
 from infinity.parameters.homes import Homes
 from infinity.parameters.offloaded.becoming import is_ours
 from infinity.parameters.offloaded.modes import outside_inference, unseen
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
 from swap.memory.uses import storage_at
+from swap.memory.views import View, bytes_of, is_whole
 
 _SAMPLE = 16
 """Elements that are compared before all are."""

@@ -44,6 +44,11 @@ class Homes:
         home = None if index is None else self._homes[index]
         return None if home is None or storage_at(home) != storage else index
 
+    def memory_in(self, storage: int) -> torch.Tensor | None:
+        """What keeps the memory of weights in that storage, and is not in it."""
+        index = self.parameter_in(storage)
+        return None if index is None else self._weights.at_home(index)
+
     def held(self, indices: Iterable[int], in_place: Set[int]) -> Iterator[Held]:
         """Of these parameters those whose weights the program refers to; what is ``in_place`` now
         does so itself.

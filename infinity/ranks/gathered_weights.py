@@ -127,6 +127,8 @@ class _Entry:
     weight: torch.Tensor
     transfer: Transfer
     nbytes: int
+    was_lent: bool = False
+    """Whether anybody got them: none before they are there."""
 
 
 class GatheredWeights:
@@ -207,7 +209,7 @@ class GatheredWeights:
         entry = self._entries.get(held.parameter)
         if entry is None or storage_at(entry.weight) != held.storage:
             return False
-        return not other_uses(entry.weight)
+        return not entry.was_lent or not other_uses(entry.weight)
 
     def renew(self, parameter: int, weight: torch.Tensor) -> None:
         """Flat ``weight``, a copy of the current ones, is in their place from now on."""
@@ -255,6 +257,7 @@ class GatheredWeights:
             raise self._memory.error(self._nbytes(parameter), self._records[parameter].name)
         with self._timeline.span("stall", label=self._records[parameter].name):
             entry.transfer.wait()
+        entry.was_lent = True
         if self._prefetch:
             self._start_next()
         return entry.weight

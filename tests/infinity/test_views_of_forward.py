@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import infinity
-from infinity.autograd import versions
+from infinity.autograd import kept_views
 from tests.support.kept_views import REFUSED, Keeping, load, take_step
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.proof import by_turns
@@ -168,6 +169,28 @@ def test_weight_that_a_forward_pass_shares_with_other_processes_goes_on_training
         assert same_bits(one, other)
 
 
+@pytest.mark.parametrize("change", [take_step, load])
+def test_array_of_a_view_has_values_of_its_weight_alone(
+    change: Change, budget: int, nvme: Path, tmp_path: Path
+) -> None:
+    """Those from before a change, or new ones; not what comes into that memory next."""
+    model = seeded(lambda: Keeping(lambda weight: weight.detach().numpy(), within=True))
+    values = [model.layer(0).weight.detach().clone()]
+
+    def check() -> None:
+        now = torch.from_numpy(model.kept[0].copy())
+        assert any(same_bits(now, known) for known in values)
+
+    with infinity.offload(model, nvme, host_memory=budget) as offloaded:
+        for step in range(8):
+            vector_loss(model, step)
+            change(offloaded, model, tmp_path)
+            offloaded.flush()
+            values.append(model.layer(0).weight.detach().clone())
+            check()
+    check()
+
+
 def test_tensor_that_is_no_view_any_more_stays_behind_a_load_that_failed(
     budget: int, nvme: Path, tmp_path: Path
 ) -> None:
@@ -189,7 +212,7 @@ def _look(held: Any) -> Any:
 def test_nothing_is_looked_for_where_nothing_is_kept(
     budget: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "_views_over", _look)
+    monkeypatch.setattr(kept_views, "_views_over", _look)
     model = seeded(Stack)
     with infinity.offload(model, nvme, host_memory=budget) as offloaded:
         loss = None
@@ -201,6 +224,26 @@ def test_nothing_is_looked_for_where_nothing_is_kept(
         load(offloaded, model, tmp_path)
         with torch.no_grad():
             model(torch.ones(2, 256))
+
+
+def test_nothing_is_looked_for_where_what_is_kept_goes_in_a_moment(
+    budget: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what a thread has in its hands that has just read weights."""
+    looks: list[object] = []
+
+    def look(held: object) -> list[object]:
+        looks.append(held)
+        return []
+
+    monkeypatch.setattr(kept_views, "_views_over", look)
+    model = seeded(lambda: Keeping(TAKEN["transposed"], within=True))
+    clock = SimpleNamespace(sleep=lambda seconds: model.kept.clear())
+    with infinity.offload(model, nvme, host_memory=budget) as offloaded:
+        monkeypatch.setattr(kept_views, "time", clock)
+        take_step(offloaded, model, tmp_path)
+        assert not model.kept
+        assert not looks
 
 
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta|deprecated)")
@@ -230,14 +273,14 @@ def test_tensors_of_all_kinds_are_passed_by(nvme: Path) -> None:
 
 def _interpose(patch: pytest.MonkeyPatch, between: Callable[[], object]) -> None:
     """``between`` runs, on another thread, as soon as a step knows what is kept by then."""
-    find = versions.KeptViews.find
+    find = kept_views.KeptViews.find
 
-    def find_and_go_on(views: versions.KeptViews, indices: Any) -> None:
+    def find_and_go_on(views: kept_views.KeptViews, indices: Any) -> None:
         find(views, indices)
         with ThreadPoolExecutor(1) as threads:
             threads.submit(between).result()
 
-    patch.setattr(versions.KeptViews, "find", find_and_go_on)
+    patch.setattr(kept_views.KeptViews, "find", find_and_go_on)
 
 
 @pytest.mark.parametrize("name", ["transposed", "detached"])
@@ -266,7 +309,7 @@ def test_nothing_is_looked_for_where_another_thread_keeps_nothing(
 ) -> None:
     """Where updates read old weights elsewhere they are in use meanwhile."""
     model = seeded(Stack)
-    monkeypatch.setattr(versions, "_views_over", _look)
+    monkeypatch.setattr(kept_views, "_views_over", _look)
     with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
         _interpose(monkeypatch, lambda: vector_loss(model, 7))
         for step in range(3):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, cast
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import Ranks
 from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory
+from swap.cache.owners import Held
 from swap.plan import eviction
 from swap.tiers import BudgetError
 from swap.timeline import Timeline
@@ -41,6 +42,9 @@ class _Slices:
 
     def owner(self, storage: int) -> None:
         return None
+
+    def held(self, parameters: Set[int], *, outdated: bool = False) -> list[Held]:
+        return []
 
     def drop(self) -> None:
         self.borrowed.clear()
@@ -132,6 +136,21 @@ def test_what_the_schedule_has_next_is_on_its_way() -> None:
     assert not ranks.transfers[-1].has_arrived
     weights.borrow(order[1])
     assert ranks.transfers[len(order) + 1].has_arrived
+
+
+def test_what_is_on_its_way_is_held_by_nobody() -> None:
+    """The transfer refers to it, and writes to it from another thread."""
+    records = partitioned_records()
+    weights, ranks, _ = _gathered(records, whole=2, prefetch=True)
+    order = [record.index for record in large_of(records)]
+    for index in order:
+        weights.borrow(index)
+    weights.end_step(order)
+    first = weights.borrow(order[0]).view(-1)
+    assert not ranks.transfers[-1].has_arrived
+    assert [held.parameter for held in weights.held({*order})] == [order[0]]
+    del first
+    assert not weights.held({*order})
 
 
 def test_memory_is_taken_by_all_ranks_or_none() -> None:

@@ -56,7 +56,7 @@ class TwoRanks:
         return self._transfer(whole, every)
 
     def _transfer(self, target: torch.Tensor, values: torch.Tensor) -> PlayedTransfer:
-        self.transfers.append(PlayedTransfer(target, values))
+        self.transfers.append(PlayedTransfer(target.view(-1), values))  # as the bytes of it
         return self.transfers[-1]
 
 
