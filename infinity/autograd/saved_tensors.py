@@ -37,6 +37,7 @@ import torch
 from infinity.activations.hook_stack import Hooks, top
 from infinity.activations.offloading import Activations
 from infinity.activations.storage import SavedActivation
+from infinity.activations.views import View, bytes_of, is_whole
 from infinity.autograd.phases import Phases
 from infinity.autograd.returned import copy_where_returned
 from infinity.parameters.homes import Homes
@@ -45,7 +46,6 @@ from infinity.parameters.offloaded.modes import outside_inference, unseen
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
 from swap.memory.uses import storage_at
-from swap.memory.views import View, bytes_of, is_whole
 
 _SAMPLE = 16
 """Elements that are compared before all are."""

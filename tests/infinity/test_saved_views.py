@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import infinity
-from swap.memory.views import View, bytes_of
+from infinity.activations.views import View, bytes_of
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
 WIDTH = 192
