@@ -30,33 +30,32 @@ from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, Unit, 
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
     DEVICE_SCRATCH_BYTES,
-    MAX_SUBGROUP_ELEMENTS,
+    MAX_SLOTS,
     MIN_CHECKPOINT_BYTES,
     MIN_SLOTS,
+    STAGING_SHARE,
     capacity_for_whole,
     checkpoint_bytes,
     checksum_bytes,
     choose_homes,
     device_sizes,
     device_sum_bytes,
-    element_bytes,
     fixed_bytes,
     gradient_bytes,
     least_elements,
     least_staging_bytes,
     scratch_bytes_of,
     slot_bytes_of,
+    subgroup_elements,
     total_bytes,
     unit_state_bytes,
 )
 from swap.plan.spares import choose_spares, hidden_elements, visit_bytes
 from swap.tiers import Budget, Tier, format_bytes, too_small
 
-MAX_SLOTS = 4
 SPILL_CHUNKS = 4
 MIN_SPILL_CHUNK_BYTES = 256 * 1024
 MAX_SPILL_CHUNK_BYTES = 4 * 1024 * 1024
-STAGING_SHARE = 0.25
 ARENA_SHARE = 0.35
 MOST_READ_AHEAD_BYTES = 64 * 1024 * 1024
 """Of a pass of inference: what an SSD reads in some 30 ms, in which modules compute unevenly."""
@@ -315,20 +314,6 @@ def _least_checksum_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> i
     """
     finest = total_bytes(pack(specs, least_elements(specs, rule)), rule)
     return checksum_bytes(2 * (finest + least_staging_bytes(specs, rule)))
-
-
-def subgroup_elements(
-    specs: Sequence[ParameterSpec],
-    rule: UpdateRule,
-    host_bytes: int,
-    share: float = STAGING_SHARE,
-) -> int:
-    """The largest subgroup whose slots take no more than their share of what is free."""
-    free = host_bytes - fixed_bytes(specs, rule)
-    nbytes = MAX_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
-    elements = int(free * share / max(1, nbytes)) // PIECE * PIECE
-    least = least_elements(specs, rule)
-    return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
 
 
 def _fill(

@@ -35,6 +35,10 @@ MOST_SUBGROUPS = 8192
 """As far as the largest subgroups allow: each has objects of its own, some 2 KiB."""
 MIN_SLOTS = 3
 """One subgroup being read, one in the kernel, one being written."""
+MAX_SLOTS = 4
+STAGING_SHARE = 0.25
+UNITS_OF_INFERENCE = 64
+"""Or more. What is at home is a whole number of units, and what is left over spares no reads."""
 CHECKSUM_BYTES = 4
 """Of each page of a swap file whose bytes are verified."""
 MAX_LANDING_BYTES = 256 * 1024 * 1024
@@ -137,6 +141,25 @@ def least_staging_bytes(specs: Sequence[ParameterSpec], rule: UpdateRule) -> int
     """The fewest slots of the smallest subgroups, and what the rule takes for one of them."""
     nbytes = MIN_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
     return math.ceil(least_elements(specs, rule) * nbytes)
+
+
+def subgroup_elements(
+    specs: Sequence[ParameterSpec],
+    rule: UpdateRule,
+    host_bytes: int,
+    share: float = STAGING_SHARE,
+) -> int:
+    """The largest subgroup whose slots take no more than their share of what is free; where nothing
+    is staged, as no steps are taken, one that leaves little memory without a use.
+    """
+    least = least_elements(specs, rule)
+    if not rule.takes_steps:
+        even = sum(spec.padded_numel for spec in specs) // UNITS_OF_INFERENCE // PIECE * PIECE
+        return max(least, min(even, MAX_SUBGROUP_ELEMENTS))
+    free = host_bytes - fixed_bytes(specs, rule)
+    nbytes = MAX_SLOTS * element_bytes(specs, rule) + rule.scratch_bytes_per_element
+    elements = int(free * share / max(1, nbytes)) // PIECE * PIECE
+    return max(least, min(elements, MAX_SUBGROUP_ELEMENTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

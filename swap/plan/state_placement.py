@@ -11,14 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swap.plan.layout import PASSAGE_BYTES, PIECE, Layout, ParameterSpec, pack
-from swap.plan.placement import (
-    MAX_SLOTS,
-    Placement,
-    all_in_host,
-    subgroup_elements,
-)
+from swap.plan.placement import Placement, all_in_host
 from swap.plan.rules import UpdateRule
 from swap.plan.sizes import (
+    MAX_SLOTS,
     MAX_SUBGROUP_ELEMENTS,
     MIN_CHECKPOINT_BYTES,
     MIN_SLOTS,
@@ -29,6 +25,7 @@ from swap.plan.sizes import (
     least_staging_bytes,
     slot_bytes_of,
     state_bytes,
+    subgroup_elements,
     total_bytes,
 )
 from swap.tiers import Budget, BudgetError, Tier, format_bytes

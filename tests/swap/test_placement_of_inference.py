@@ -1,5 +1,7 @@
 """Homes where no steps are taken, and what passes of inference read then."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -34,3 +36,25 @@ def test_where_no_steps_are_taken_weights_have_the_memory_spread_evenly(trainabl
     traffic = traffic_of(placement, backward_passes=0)
     assert traffic.read == placement.state_nvme_bytes
     assert traffic.written == 0
+
+
+@pytest.mark.parametrize("numel", [MIB // 16, MIB // 4])
+def test_of_small_models_too_memory_beyond_the_least_has_weights(numel: int) -> None:
+    """In units of 8 MiB the most part of some 10 MiB had no use."""
+    specs = [
+        ParameterSpec(index=i, name=f"p{i}", numel=numel, dtype=torch.float32, trainable=False)
+        for i in range(16 * MIB // 4 // numel)
+    ]
+    arena = 2 * MIB
+    with pytest.raises(BudgetError) as caught:
+        place(specs, FrozenRule(), Budget(host_bytes=0), least_arena_bytes=arena)
+    least = caught.value.least_host_bytes
+    more = [MIB * half // 2 for half in range(40)]
+    placements = [
+        place(specs, FrozenRule(), Budget(host_bytes=least + room), least_arena_bytes=arena)
+        for room in more
+    ]
+    for room, placement in zip(more, placements, strict=True):
+        assert placement.state_host_bytes >= min(16 * MIB, room - arena - MIB)
+    read = [traffic_of(placement, backward_passes=0).read for placement in placements]
+    assert all(fewer <= before + 4 * numel for before, fewer in pairwise(read))
