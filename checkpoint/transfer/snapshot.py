@@ -179,6 +179,7 @@ class Snapshot:
         """Stops, and lets go of the memory. Idempotent."""
         self.stop()
         self.supplies = []
+        self._copied.forget()
 
 
 @contextmanager
