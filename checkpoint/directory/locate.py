@@ -268,5 +268,5 @@ def check_data_file(manifest: Manifest, checkpoint: Path, file: FileRecord) -> P
 def _missing(file: FileRecord) -> str:
     what = "the data file is missing"
     if file.root is not None:
-        what += "; if its directory was moved, say where to with stripe_dirs="
+        what += "; if its directory was moved, say where to with stripe_dirs= (or --stripe-dir)"
     return what
