@@ -173,13 +173,17 @@ def outdated(
 ) -> list[Finished]:
     """What is to be removed: neither among the `keep` that were saved last nor a step that is a
     multiple of `keep_every`. What is known to be newer than its time says stays, with a warning.
+    Copies of a step are one save together: those without data of their own need those of the step.
     """
     ordered = sorted(finished)
-    old, kept = ordered[:-keep], ordered[-keep:]
+    last = list(dict.fromkeys(one.uuid for one in reversed(ordered)))[:keep]
+    kept = [one for one in ordered if one.uuid in last]
+    old = [one for one in ordered if one.uuid not in last]
     staying = _newer_than_said(old, kept)
+    apart = {one.uuid for one in old if keep_every and one.step % keep_every == 0}
     removed = []
     for one in old:
-        if keep_every and one.step % keep_every == 0:
+        if one.uuid in apart:
             continue
         if one not in staying:
             removed.append(one)

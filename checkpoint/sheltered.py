@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -29,6 +30,8 @@ from aio.process.threads import (
 )
 
 T = TypeVar("T")
+_START_SECONDS = 0.001
+"""In which a thread that is being started may be one that runs."""
 
 
 class StoppedError(Exception):
@@ -83,7 +86,11 @@ def join_workers() -> None:
     """
     for thread in threading.enumerate():
         if isinstance(thread, _Thread):
-            thread.join()
+            while thread in threading.enumerate():
+                try:
+                    thread.join()
+                except RuntimeError:  # that of whoever was interrupted, and still being started
+                    time.sleep(_START_SECONDS)
 
 
 class Worker(Generic[T]):

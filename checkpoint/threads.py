@@ -22,7 +22,8 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
     """Runs the tasks, the only one on this thread; gives their results in order.
 
     When one fails, or has no thread to be had, `stop` is called, which the others notice by
-    themselves; all are waited for, then the first error that is no StoppedError is raised.
+    themselves; all are waited for, then the first error that is no StoppedError is raised, and
+    none is kept: each leads to the function that has all of them.
     """
     if len(tasks) == 1:
         return [tasks[0]()]
@@ -47,10 +48,12 @@ def run_all(tasks: Sequence[Callable[[], T]], stop: Callable[[], None], name: st
         stop()
         for thread in threads:
             thread.join()
+        errors.clear()
         raise
     errors.sort(key=lambda error: isinstance(error, StoppedError))
     if errors:
-        raise errors.pop(0)
+        del errors[1:]
+        raise errors.pop()
     return [results[index] for index in range(len(tasks))]
 
 
@@ -111,14 +114,23 @@ class Outcome(Generic[T]):
         self._has_ended.wait()
 
     def result(self) -> T:
-        """Waits; gives or raises what the work did."""
+        """Waits; gives or raises what the work did. Its error is kept no more: it leads to whoever
+        is told, who has this. Asked again it raises StoppedError.
+        """
         self._has_ended.wait()
+        error = self._error
         try:
-            if self._error is not None:
-                raise self._error
+            self.forget()
+            if error is not None:
+                raise error
             return self._result  # type: ignore[return-value]
         finally:
-            del self  # as in `of`
+            del self, error  # as in `of`
+
+    def forget(self) -> None:
+        """Of work that has ended: its error is asked for no more."""
+        if self._error is not None:
+            self._error = StoppedError("it failed, and somebody knows")
 
 
 class Workers:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import aio
-from aio.process.absence import is_there
+from aio.process.absence import is_there, status_of
 from checkpoint.directory.relocation import AS_SAVED, Relocation
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, decode_manifest
@@ -77,6 +77,8 @@ def _read_manifest(checkpoint: Path) -> Manifest:
             raise FileNotFoundError(
                 errno.ENOENT, "there is no checkpoint", str(checkpoint)
             ) from None
+        if path.is_symlink():  # to what may be there again: a disk that is not mounted
+            raise CorruptCheckpointError("is a link to what is not there", path=path) from None
         raise IncompleteCheckpointError(
             f"{checkpoint} holds no {MANIFEST_NAME}: {_instead(checkpoint)}"
         ) from None
@@ -225,7 +227,7 @@ def open_regular_file(path: Path, *, follow: bool = True) -> Iterator[tuple[Bina
 
 def is_finished(checkpoint: Path) -> bool:
     """Whether some save to this path has finished, whatever has become of it since."""
-    return is_there(checkpoint / MANIFEST_NAME)
+    return status_of(checkpoint / MANIFEST_NAME, follow=False) is not None
 
 
 def is_own_manifest(path: Path) -> bool:
@@ -268,5 +270,5 @@ def check_data_file(manifest: Manifest, checkpoint: Path, file: FileRecord) -> P
 def _missing(file: FileRecord) -> str:
     what = "the data file is missing"
     if file.root is not None:
-        what += "; if its directory was moved, say where to with stripe_dirs="
+        what += "; if its directory was moved, say where to with stripe_dirs= (or --stripe-dir)"
     return what

@@ -195,9 +195,13 @@ def _in_background(reader: Reader) -> Iterator[None]:
     except BaseException:
         reader.stop()
         thread.join()
+        errors.clear()  # an error leads to the function that has this list
         raise
     if (failure := errors.pop()) is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure
 
 
 def _check_files(

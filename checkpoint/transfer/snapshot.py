@@ -113,6 +113,7 @@ class SnapshotSupply:
         self._free.put(buffer)
 
     def stop(self) -> None:
+        self._has_ended = True  # also where `copy_all` had no thread to begin on
         self._free.put(None)
 
 
@@ -179,6 +180,7 @@ class Snapshot:
         """Stops, and lets go of the memory. Idempotent."""
         self.stop()
         self.supplies = []
+        self._copied.forget()
 
 
 @contextmanager

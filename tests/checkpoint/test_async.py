@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 import checkpoint
+from aio.process.threads import WatchedThread
+from checkpoint import threads
+from checkpoint.sheltered import no_thread
 from checkpoint.transfer import snapshot
 from tests.checkpoint.trees import assert_same
 from tests.support.scripts import Script
@@ -317,3 +321,23 @@ def test_a_copy_in_waves_of_which_no_memory_is_left_to_tell_the_end_ends_the_sav
         ).result()
     assert len(failed) == most
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_copy_in_waves_of_which_one_stripe_has_no_thread_ends_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stripes: list[Path]
+) -> None:
+    begin = threads.started
+
+    def started(run: Callable[[], None], name: str) -> WatchedThread:
+        if name == "checkpoint-stage-1":
+            raise no_thread(name)
+        return begin(run, name)
+
+    monkeypatch.setattr(threads, "started", started)
+    state = {"w": torch.zeros(4 << 20)}
+    with pytest.raises(OSError, match="cannot start the thread checkpoint-stage-1"):
+        checkpoint.save_async(state, tmp_path / "run", stripes, staging_bytes=1 << 20).result()
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    checkpoint.save_async(state, tmp_path / "run", stripes, staging_bytes=1 << 20).result()

@@ -161,6 +161,53 @@ class Failing:
         raise ValueError("refused")
 
 
+class Several(Failing):
+    """So large that several threads read it, or write it, and fail."""
+
+    shape = (3_000_000,)
+    thread_safe = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def write(self, start: int, data: memoryview) -> None:
+        raise ValueError("refused")
+
+
+def _behind(state: Any, path: Path, stripes: list[Path] | None, staging_bytes: int | None) -> None:
+    checkpoint.save_async(state, path, stripes, staging_bytes=staging_bytes).result()
+
+
+SEVERAL: dict[str, Callable[[Any, Path, list[Path]], object]] = {
+    "save": lambda state, path, stripes: checkpoint.save(state, path, stripes),
+    "behind": lambda state, path, stripes: _behind(state, path, stripes, None),
+    "in waves": lambda state, path, stripes: _behind(state, path, stripes, 1 << 20),
+    "in waves, to one": lambda state, path, _: _behind(state, path, None, 1 << 20),
+    "load": lambda state, path, _: checkpoint.load(path, into=state),
+}
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("is_apart", [False, True], ids=["main", "another thread"])
+@pytest.mark.parametrize("way", SEVERAL)
+def test_what_fails_on_several_threads_goes_with_its_last_reference(
+    tmp_path: Path, way: str, is_apart: bool
+) -> None:
+    stripes = [tmp_path / "a", tmp_path / "b"]
+    for stripe in stripes:
+        stripe.mkdir()
+    checkpoint.save({"w": torch.zeros(Several.shape)}, tmp_path / "saved", stripes)
+
+    def failed() -> weakref.ref[torch.Tensor]:
+        return _failed(lambda w: SEVERAL[way]({"w": Several(w)}, tmp_path / "saved", stripes))
+
+    if not is_apart:
+        assert failed()() is None
+        return
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(failed).result()() is None
+
+
 @pytest.mark.usefixtures("no_collector")
 def test_a_manager_holds_nothing_of_whoever_was_told_of_an_error(root: Path) -> None:
     manager = checkpoint.Manager(root)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 
 import checkpoint
 from checkpoint.saving.pending import PendingSave
+from checkpoint.sheltered import Worker, join_workers
 from tests.support.keyboard import PATIENCE_SECONDS, keyboard_of
 
 
@@ -85,3 +88,23 @@ def test_two_signals_at_once_end_a_save_when_it_has_removed_what_it_made(tmp_pat
             checkpoint.save({"s": held}, tmp_path / "step")
         assert held.ended.is_set()
         assert not (tmp_path / "step").exists()
+
+
+def test_the_interpreter_waits_for_a_worker_that_is_still_being_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who waited for it was interrupted, and the program ends."""
+    ended = threading.Event()
+    start_new_thread = threading._start_new_thread  # type: ignore[attr-defined]
+
+    def start(*arguments: object) -> object:
+        time.sleep(0.2)
+        return start_new_thread(*arguments)
+
+    worker = Worker(lambda _: ended.set(), "late")
+    monkeypatch.setattr(threading, "_start_new_thread", start)
+    _thread.start_new_thread(worker.start, ())
+    while not any(thread.name == "late" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    join_workers()
+    assert ended.is_set()

@@ -253,3 +253,18 @@ def test_a_time_ahead_of_the_clock_is_told_of_by_who_looks_for_the_latest(
     assert checkpoint.Manager(tmp_path).load()["step"] == 5
     (said,) = [r.getMessage() for r in caplog.records if "the clock says now" in r.getMessage()]
     assert "step-5" in said
+
+
+@pytest.mark.parametrize("keep_every", [None, 50])
+def test_a_step_stays_as_long_as_a_copy_of_it_that_is_kept_reads_its_data(
+    tmp_path: Path, stripes: list[Path], keep_every: int | None
+) -> None:
+    manager = checkpoint.Manager(tmp_path / "run", stripes, keep=2, keep_every=keep_every)
+    for step in (7, 8):
+        manager.save(step, state(step))
+    shutil.copytree(manager.path(8), manager.path(50))
+    manager.save(51, state(51))
+    assert manager.steps() == [8, 50, 51], "a copy takes nobody's place"
+    for step in (52, 53):
+        manager.save(step, state(step))
+    assert manager.steps() == ([8, 50] if keep_every else []) + [52, 53]

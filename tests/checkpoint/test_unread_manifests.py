@@ -120,3 +120,23 @@ def test_damage_that_is_found_as_an_interrupt_comes_is_known(
         with pytest.raises(Interrupt):
             ENTRANCES[way](path)
     assert WatchedLoads(KnownManifests()).was_damaged(path)
+
+
+@pytest.mark.parametrize("call", ["save", "retire"])
+def test_a_step_of_links_to_what_is_not_there_for_a_moment_stays(tmp_path: Path, call: str) -> None:
+    """As `cp -rs` and tools for large files make them, of a disk that is not mounted just now."""
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    checkpoint.save({"w": torch.ones(4)}, disk)
+    linked = tmp_path / "run" / "step-1"
+    linked.mkdir(parents=True)
+    for entry in disk.iterdir():
+        (linked / entry.name).symlink_to(entry)
+    disk.rename(away)
+    manager = checkpoint.Manager(tmp_path / "run")
+    if call == "save":
+        manager.save(2, {"w": torch.zeros(4)})
+    else:
+        manager.retire()
+    assert manager.latest() == (2 if call == "save" else None)
+    away.rename(disk)
+    assert 1 in manager.steps()

@@ -49,6 +49,18 @@ def test_verify_of_a_damaged_checkpoint_fails_and_names_the_tensor(
     assert "model.w" in capsys.readouterr().out
 
 
+def test_verify_names_its_option_for_stripes_that_were_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stripe, moved = tmp_path / "ssd", tmp_path / "moved"
+    stripe.mkdir()
+    checkpoint.save({"w": torch.zeros(3)}, tmp_path / "run", [stripe])
+    stripe.rename(moved)
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert "--stripe-dir" in capsys.readouterr().out
+    assert main(["verify", "--stripe-dir", str(moved), str(tmp_path / "run")]) == 0
+
+
 def test_export_writes_shards(saved: Path, tmp_path: Path) -> None:
     assert main(["export", str(saved), str(tmp_path / "out")]) == 0
     assert list((tmp_path / "out").glob("*.safetensors"))
