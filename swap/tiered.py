@@ -8,6 +8,7 @@ optimizers are its caller's.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -80,6 +81,7 @@ class TieredState:
         self._process = os.getpid()
         self.num_changes = 0
         """Grows before a step or somebody who writes values changes any."""
+        self._taking = threading.RLock()  # by who waits, too: a rule may ask us for values
         self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
         self._undo = Undo()
         self._after_close = after_close
@@ -139,9 +141,7 @@ class TieredState:
         self._neighbours = neighbours(self.layout)
 
     def _open_files(
-        self,
-        directories: Sequence[str | os.PathLike[str]],
-        shares: Sequence[float] | None,
+        self, directories: Sequence[str | os.PathLike[str]], shares: Sequence[float] | None
     ) -> None:
         self.engine, self.extents = open_extents(
             self._undo, directories, shares, verify=self.placement.verifies
@@ -194,9 +194,7 @@ class TieredState:
             self.components.fill(made, wide_passage(memory))
 
     def write_values(self, parameter: int, start: int, values: torch.Tensor) -> None:
-        """Set elements from ``start``, with all the precision that the master of ``parameter``
-        keeps.
-        """
+        """Set elements from ``start``, with all the precision that the master keeps."""
         for name, component in self._changing(parameter, values).items():
             self.components.write(parameter, name, start, component)
 
@@ -208,9 +206,7 @@ class TieredState:
         return components_from(values.to("cpu"), dtype, self.component_names(parameter))
 
     def read_values(self, parameter: int, start: int, length: int) -> torch.Tensor:
-        """Elements ``[start, start + length)`` in the precision of the master (the weights' own if
-        there is none).
-        """
+        """Elements from ``start`` in the precision of the master, or that of the weights alone."""
 
         def read(name: str, out: torch.Tensor) -> None:
             self.components.read(parameter, name, start, out)
@@ -334,24 +330,25 @@ class TieredState:
             self.pipeline.join()  # what stopped it is raised by the next call, as ever
 
     def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
-        self.num_changes += 1
-        small, moving = self.components.parted(step.touched(self.layout.subgroups))
-        self.weights.schedule.end_cycle()
-        changed: Collection[int] = step.updates
-        try:
-            self.gradients.capture()  # used up: it is done to its end, or not to be repeated
-            self.weights.begin_update(parts_of(small), step.updates, frozenset())
-            self.stages.update_now(step, small)
-            if not self.speculation.validate(step, done, moving) and moving:
-                self.pipeline.wait()
-                self.pipeline.submit(step, moving)
-            changed = ()
-            self.speculation.taken()
-            self.speculation.end()
-            then()
-        except BaseException as failure:
-            surely(partial(self.weights.fail, failure))
-            raise surely(partial(self.mixture.stop_step, failure, changed)) from failure
+        with self._taking:
+            self.num_changes += 1
+            small, moving = self.components.parted(step.touched(self.layout.subgroups))
+            self.weights.schedule.end_cycle()
+            changed: Collection[int] = step.updates
+            try:
+                self.gradients.capture()  # used up: it is done to its end, or not to be repeated
+                self.weights.begin_update(parts_of(small), step.updates, frozenset())
+                self.stages.update_now(step, small)
+                if not self.speculation.validate(step, done, moving) and moving:
+                    self.pipeline.wait()
+                    self.pipeline.submit(step, moving)
+                changed = ()
+                self.speculation.taken()
+                self.speculation.end()
+                then()
+            except BaseException as failure:
+                surely(partial(self.weights.fail, failure))
+                raise surely(partial(self.mixture.stop_step, failure, changed)) from failure
 
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
@@ -370,6 +367,8 @@ class TieredState:
 
     def wait_for_updates(self) -> None:
         """Wait until no update changes values any more, whatever it has come to."""
+        with self._taking:  # a step that another thread has begun is given to the pipeline first
+            pass
         # Gradients that are still to arrive could begin a speculative pass, which would not end.
         self._await_gradients()
         self.speculation.roll_back()

@@ -40,10 +40,11 @@ class Moment:
 
 
 def moment_of(training: TrainingState, name: str, extra: Any, *, copies: bool) -> Moment:
-    """The step must be finished. ``copies`` are made of what a forward pass or the caller may
-    change: buffers, extra state of modules, and ``extra``.
+    """``copies`` are made of what a forward pass or the caller may change: buffers, extra state of
+    modules, and ``extra``.
     """
     since = training.state.num_changes
+    training.state.finish_step()  # one that another thread has begun by now
     return Moment(
         training=training,
         name=name,

@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from aio import AioError, Operation, Slab, SlabFullError
+from aio.errors import advise
 from swap.cache.patience import Patience
 from swap.plan.layout import PIECE, Segment
 from swap.storage.components import as_bytes, as_tensor
@@ -27,6 +28,11 @@ from swap.timeline import Timeline
 
 _RELEASE_SECONDS = 60.0
 """How long a new chunk waits for memory that someone is about to let go of."""
+AGAIN = "call optimizer.zero_grad() and run the backward passes of this step again"
+_UNWRITTEN = (
+    "these are spilled gradients, which are kept: mend that, then call offloaded.flush() to have "
+    f"them written, or, to let go of them, {AGAIN}"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,13 +170,22 @@ class SpillWriter:
         return self._timeline.watch(write, label, purpose="gradients")
 
 
+@contextlib.contextmanager
+def advised() -> Iterator[None]:
+    """Gradients that no step has taken are waited for inside."""
+    try:
+        yield
+    except AioError as failure:
+        advise(failure, _UNWRITTEN)
+        raise
+
+
 def _held_elsewhere(nbytes: int, slab: Slab) -> AioError:
     return AioError(
         f"no room for {nbytes} bytes of a gradient on its way to NVMe: all {slab.nbytes} bytes for "
         f"that have been held for {_RELEASE_SECONDS:g} seconds, and no write of them is under way; "
         "let go of errors that are kept (in a variable, by a debugger, as sys.last_traceback): "
-        "their tracebacks hold the memory. Then call optimizer.zero_grad() and run the backward "
-        "passes of this step again",
+        "their tracebacks hold the memory",
         errno=errno.ENOBUFS,
         nbytes=nbytes,
     )

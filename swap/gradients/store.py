@@ -17,10 +17,10 @@ from functools import partial
 import torch
 
 from aio import AioError, Operation, Slab
-from aio.errors import let_go
+from aio.errors import advise, let_go
 from swap.device.homes import DeviceHomes
 from swap.gradients.on_device import DeviceGradients, added_up
-from swap.gradients.spill import SpillWriter
+from swap.gradients.spill import AGAIN, SpillWriter, advised
 from swap.kernels import block_squares, sum_of_squares
 from swap.plain import check_memory, is_plain
 from swap.plan.layout import PIECE, Layout, Segment
@@ -164,6 +164,8 @@ class GradientStore:
             self.add_part(parameter, 0, gradient.detach().reshape(-1), is_last=True)
         except BaseException as failure:
             self.lose(parameter, let_go(failure))
+            name = self._layout.specs[parameter].name
+            advise(failure, f"by that the gradient of {name} was lost: mend that, then {AGAIN}")
             raise
 
     def add_part(self, parameter: int, start: int, values: torch.Tensor, *, is_last: bool) -> None:
@@ -211,7 +213,8 @@ class GradientStore:
                 home = self._host[segment.subgroup]
                 part.copy_(home[segment.offset : segment.offset + segment.length])
             else:
-                self._wait_for_spills(segment.subgroup)
+                with advised():
+                    self._wait_for_spills(segment.subgroup)
                 start = segment.offset * part.dtype.itemsize
                 self._read(segment.subgroup, start, part).result()
         return out
@@ -266,7 +269,8 @@ class GradientStore:
         then.
         """
         if self._writer is not None:
-            self._writer.wait_for_all()
+            with advised():
+                self._writer.wait_for_all()
 
     @property
     def _spills(self) -> SpillWriter:
@@ -324,7 +328,7 @@ def _loss_of(name: str, failure: BaseException) -> Callable[[], Exception]:
     """Makes the error that says so, a new one each time."""
     message = (
         f"the gradient of {name} was lost on its way to host memory ({failure or type(failure)}); "
-        "call optimizer.zero_grad() and run the backward passes of this step again"
+        f"{AGAIN}"
     )
     if not isinstance(failure, OSError):
         return partial(RuntimeError, message)

@@ -73,8 +73,9 @@ class UpdatePipeline:
             self._begin(work)
         except BaseException as interrupt:
             if not (self._current is work or work.is_taken):  # nor done by now: for ``retry``
-                self._left, self._failure = (step, list(subgroups)), let_go(interrupt)
-                self._weights.fail(interrupt)
+                self._left = step, list(subgroups)
+                self._failure = self._failure or let_go(interrupt)  # what there is to mend, still
+                self._weights.fail(self._failure)
             raise
 
     def join(self) -> None:

@@ -293,6 +293,10 @@ def test_interrupt_as_a_stopped_step_is_begun_again_has_it_finished_once(
         patch.setattr(UpdatePipeline, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.state.flush()
+    assert is_behind != bool(training.state.unfinished)
+    for parameter in training.state.unfinished:  # others are told what to mend, not of Ctrl-C
+        with pytest.raises(AioError, match=r"not finished: mend that, then call offloaded\.flush"):
+            training.state.weights.acquire([parameter], "another")
     training.check_all()
     training.step()
     training.check_all()

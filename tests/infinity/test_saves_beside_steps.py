@@ -1,15 +1,19 @@
 """A save of an offloaded model while another thread takes a step."""
 
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import infinity
 from checkpoint import ChangedTensorError
+from swap.update.stages import Stages
 from tests.support.adamw_model import backward, make_model
 from tests.support.early_reads import before_reads
+from tests.support.training import least_budget, same_values, values_of
 
 
 def test_save_beside_a_step_of_another_thread_is_refused_and_the_one_before_stays(
@@ -37,3 +41,39 @@ def test_save_beside_a_step_of_another_thread_is_refused_and_the_one_before_stay
         offloaded.load(tmp_path / "saved")
         with offloaded.gathered():
             assert torch.equal(next(model.parameters()), before)
+
+
+@pytest.mark.parametrize("way", ["save", "snapshot", "snapshot behind"])
+def test_what_is_saved_as_another_thread_begins_a_step_is_of_one_moment(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small parameters are being updated then, and those on NVMe are still as before."""
+    update_now, has_begun = Stages.update_now, threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        has_begun.set()
+        time.sleep(0.5)
+        update_now(*arguments)
+
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+        backward(model, 0)
+        monkeypatch.setattr(Stages, "update_now", slowly)
+        stepping = threading.Thread(target=offloaded.step)
+        stepping.start()
+        has_begun.wait()
+        if way == "save":
+            offloaded.save(tmp_path / "saved")
+        elif way == "snapshot":
+            offloaded.snapshot("a")
+        else:
+            offloaded.snapshot("a", block=False).result()
+        stepping.join()
+        with offloaded.gathered():
+            stepped = values_of(model)
+        if way == "save":
+            offloaded.load(tmp_path / "saved")
+        else:
+            offloaded.restore("a")
+        with offloaded.gathered():
+            assert same_values(values_of(model), stepped)

@@ -1,6 +1,7 @@
 """Gradients against plain tensors: wherever they are kept, and whatever becomes of their writes."""
 
 import errno
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -206,23 +207,37 @@ def test_spill_that_failed_is_raised_and_written_by_the_next_who_needs_it(
 ) -> None:
     rig = make(seed=after)
     rig.faults.arm("write", errno.EIO, after=after)
-    raised = []
+    raised, told = [], ""
     for parameter in range(len(SIZES)):
         try:
             rig.store.add(parameter, random_values(parameter, SIZES[parameter]))
         except AioError as error:
             raised.append(error)
+            told = f"gradient of {rig.layout.specs[parameter].name} was lost: .*optimizer.zero_grad"
             assert parameter not in rig.store.present
             rig.store.add(parameter, random_values(parameter, SIZES[parameter]))
         rig.plain.add_gradient(parameter, random_values(parameter, SIZES[parameter]))
     if not raised:
+        told = r"spilled gradients.*flush.*zero_grad"
         with pytest.raises(AioError) as caught:
             rig.store.flush()
         raised.append(caught.value)
+    assert re.search(told, str(raised[0]))
     assert [error.errno for error in raised] == [errno.EIO]
     assert raised[0].filename == str(rig.directory.path / "state.swap")
     rig.store.flush()
     rig.check_all()
+
+
+def test_gradient_that_is_read_before_its_spill_is_written_says_what_it_waits_for(
+    make: Make,
+) -> None:
+    rig = make(eager=0.0)
+    rig.faults.arm("write", errno.EIO)
+    rig.add(3, seed=1)
+    with pytest.raises(AioError, match=r"spilled gradients.*flush.*zero_grad"):
+        rig.store.read(3)
+    assert same_bits(rig.store.read(3), rig.plain.gradients[3])
 
 
 def test_staging_a_subgroup_whose_spill_failed_raises_until_it_is_written(make: Make) -> None:
