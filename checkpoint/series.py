@@ -174,6 +174,7 @@ def outdated(
     """What is to be removed: neither among the `keep` that were saved last nor a step that is a
     multiple of `keep_every`. What is known to be newer than its time says stays, with a warning.
     Copies of a step are one save together: those without data of their own need those of the step.
+    Copies whose manifests are links come first: nothing would tell them without what these lead to.
     """
     ordered = sorted(finished)
     last = list(dict.fromkeys(one.uuid for one in reversed(ordered)))[:keep]
@@ -181,12 +182,8 @@ def outdated(
     old = [one for one in ordered if one.uuid not in last]
     staying = _newer_than_said(old, kept)
     apart = {one.uuid for one in old if keep_every and one.step % keep_every == 0}
-    removed = []
-    for one in old:
+    for one in staying:
         if one.uuid in apart:
-            continue
-        if one not in staying:
-            removed.append(one)
             continue
         logger.warning(
             "%s stays: by its manifest it was saved before the %d that are kept, and it came after "
@@ -195,7 +192,10 @@ def outdated(
             step_path(root, one.step),
             keep,
         )
-    return removed
+    apart.update(one.uuid for one in staying)
+    removed = [one for one in old if one.uuid not in apart]
+    manifests = {one: step_path(root, one.step) / MANIFEST_NAME for one in removed}
+    return sorted(removed, key=lambda one: not manifests[one].is_symlink())
 
 
 def _newer_than_said(old: Sequence[Finished], kept: Sequence[Finished]) -> list[Finished]:

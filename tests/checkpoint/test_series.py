@@ -268,3 +268,34 @@ def test_a_step_stays_as_long_as_a_copy_of_it_that_is_kept_reads_its_data(
     for step in (52, 53):
         manager.save(step, state(step))
     assert manager.steps() == ([8, 50] if keep_every else []) + [52, 53]
+
+
+def test_a_step_stays_where_a_copy_of_it_stays_as_what_came_last(
+    tmp_path: Path, stripes: list[Path]
+) -> None:
+    manager = checkpoint.Manager(tmp_path / "run", stripes, keep=2)
+    for step in (7, 8, 9):
+        checkpoint.save(state(step), manager.path(step), stripes)
+    shutil.copytree(manager.path(7), manager.path(50))
+    manager.retire()
+    assert manager.steps() == [7, 8, 9, 50]
+    manager.save(10, state(10))
+    assert manager.steps() == [9, 10]
+    assert not list(tmp_path.glob("run/step-50")) + list(tmp_path.glob("run/step-7"))
+
+
+def test_copies_of_links_are_removed_with_the_step_that_they_lead_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(5, state(5))
+    for copy in (4, 50):
+        shutil.copytree(manager.path(5), manager.path(copy), copy_function=_linked)
+    manager.save(6, state(6))
+    assert os.listdir(tmp_path) == ["step-6"]
+    assert not caplog.records
+
+
+def _linked(source: str, to: str) -> None:
+    """As `cp -rs` does."""
+    os.symlink(source, to)
