@@ -69,7 +69,7 @@ class Manager:
     as in `save`; data of earlier saves that are not where they were saved are found in
     `stripe_dirs` too. One process at a time saves to a root, or the ranks of a `coordinator`;
     others may load from it meanwhile. A step that is a link to a directory is loaded and never
-    removed.
+    removed, nor is a step that it leads to.
 
     With a `coordinator` every rank makes the same calls in the same order, this one too, but for
     `path`; each of them raises RankFailedError where another rank failed or was interrupted. `root`

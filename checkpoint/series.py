@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from checkpoint.directory.locate import peek_saved, read_manifest
+from checkpoint.directory.locate import peek_saved, peek_uuid, read_manifest
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import MAX_SIZE
@@ -174,6 +174,7 @@ def outdated(
     """What is to be removed: neither among the `keep` that were saved last nor a step that is a
     multiple of `keep_every`. What is known to be newer than its time says stays, with a warning.
     Copies of a step are one save together: those without data of their own need those of the step.
+    What a step that is a link leads to is one of them, for links stay and are to be loaded.
     Copies whose manifests are links come first: nothing would tell them without what these lead to.
     """
     ordered = sorted(finished)
@@ -182,6 +183,7 @@ def outdated(
     old = [one for one in ordered if one.uuid not in last]
     staying = _newer_than_said(old, kept)
     apart = {one.uuid for one in old if keep_every and one.step % keep_every == 0}
+    apart.update(_linked(root) if old else ())
     for one in staying:
         if one.uuid in apart:
             continue
@@ -196,6 +198,13 @@ def outdated(
     removed = [one for one in old if one.uuid not in apart]
     manifests = {one: step_path(root, one.step) / MANIFEST_NAME for one in removed}
     return sorted(removed, key=lambda one: not manifests[one].is_symlink())
+
+
+def _linked(root: Path) -> set[str]:
+    """The saves that steps lead to which are links."""
+    paths = [step_path(root, step) for step in steps_in(root)]
+    found = [peek_uuid(path) for path in paths if path.is_symlink()]
+    return {uuid for uuid in found if uuid is not None}
 
 
 def _newer_than_said(old: Sequence[Finished], kept: Sequence[Finished]) -> list[Finished]:

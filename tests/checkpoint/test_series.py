@@ -296,6 +296,19 @@ def test_copies_of_links_are_removed_with_the_step_that_they_lead_to(
     assert not caplog.records
 
 
+def test_a_step_stays_as_long_as_another_one_is_a_link_to_it(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(5, state(5))
+    manager.path(50).symlink_to("step-5")
+    for step in (6, 7):
+        manager.save(step, state(step))
+    assert manager.steps() == [5, 7, 50]
+    assert manager.load(50)["step"] == 5
+    manager.path(50).unlink()
+    manager.save(8, state(8))
+    assert manager.steps() == [8]
+
+
 def _linked(source: str, to: str) -> None:
     """As `cp -rs` does."""
     os.symlink(source, to)
