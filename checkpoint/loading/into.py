@@ -131,6 +131,8 @@ def check_into(
         TensorRead(index, target)
         for index, target in targets_of(manifest, assembler.tensors, {}).items()
     )
+    if selection.is_strict:
+        saved.check_empty(_ends((), into), selection.wants)
     num_values = _check_values((), into, saved, selection)
     if plan.reads or num_values or saved.is_empty:
         return plan
@@ -216,13 +218,21 @@ def _values_in(path: Path, tree: Any, is_held: bool = False) -> Iterator[Path]:
         yield path
 
 
+def _ends(path: Path, tree: Any) -> Iterator[tuple[Path, bool]]:
+    """Places of leaves and of what is empty, and which of the two it is: whether it is empty."""
+    if type(tree) not in _CONTAINERS:
+        yield path, False
+    elif path and not tree:
+        yield path, True
+    for key, item in _items(tree) if type(tree) in _CONTAINERS else ():
+        yield from _ends((*path, key), item)
+
+
 def _check_values(path: Path, into: Any, saved: SavedLeaves, selection: Selection) -> int:
     """How many plain values of the live tree are to be replaced. Raises ValueError for one that the
-    checkpoint lacks, and for what is empty where the checkpoint has leaves.
+    checkpoint lacks.
     """
     if type(into) in _CONTAINERS:
-        if path and not into and selection.is_strict:
-            saved.check_none_in(path, selection.wants)
         return sum(
             _check_values((*path, key), item, saved, selection) for key, item in _items(into)
         )

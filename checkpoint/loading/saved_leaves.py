@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ class SavedLeaves:
         self._data: dict[Path, DataNode] = {}
         tree = decode_tree(manifest.tree, self._note)
         self._values = dict(_plain_leaves((), tree))
+        self._tree = tree
 
     def lacks(self, path: Path) -> bool:
         """Whether there is nothing for a leaf of the live tree, of whatever kind."""
@@ -77,17 +78,40 @@ class SavedLeaves:
             raise self._refused(path, is_data=False)
         return self._values[found]
 
-    def check_none_in(self, path: Path, wants: Callable[[str], bool]) -> None:
-        """Of what is empty in the live tree: raises ValueError for leaves of these names there."""
-        if path not in self._places:
+    def check_empty(
+        self, ends: Iterable[tuple[Path, bool]], wants: Callable[[str], bool]
+    ) -> None:
+        """Of the leaves of the live tree, and what is empty there (True): raises ValueError for
+        leaves of these names that belong there, by their keys or by their names.
+        """
+        empty, leaves = list[Path](), list[Path]()
+        for path, is_empty in ends:
+            (empty if is_empty else leaves).append(path)
+        there = [(path, self._is_beginning(path)) for path in empty]
+        there = [(path, is_named) for path, is_named in there if is_named or path in self._places]
+        if not there:
             return
-        for leaf in (*self._data, *self._values):
-            if leaf[: len(path)] == path and wants(name := natural_name(leaf)):
+        taken = set(map(natural_name, leaves))
+        for (path, is_named), leaf in itertools.product(there, (*self._data, *self._values)):
+            name = natural_name(leaf)
+            is_in = leaf[: len(path)] == path
+            if is_named and name not in taken:
+                is_in = is_in or name.startswith(natural_name(path) + ".")
+            if is_in and wants(name):
                 raise ValueError(
                     f"{render(path, 'into')} is empty, and what the checkpoint has there, as "
                     f"{name!r}, would not be loaded; put places for it there (an optimizer has "
                     "state after a step), or load it without into=; strict=False leaves it empty"
                 )
+
+    def _is_beginning(self, path: Path) -> bool:
+        """Whether names of leaves begin with this one, and what is there itself is not saved."""
+        return natural_name(path) in self._beginnings and not _is_at(path, self._tree)
+
+    @cached_property
+    def _beginnings(self) -> set[str]:
+        parts = [name.split(".") for name in self._names]
+        return {".".join(each[:end]) for each in parts for end in range(1, len(each))}
 
     def _refused(self, path: Path, is_data: bool) -> ValueError:
         """Why a leaf of the live tree, a tensor or another one, finds none in the checkpoint."""
@@ -111,6 +135,18 @@ class SavedLeaves:
 
 def _has(leaves: Mapping[Path, Any], path: Path, name: str) -> bool:
     return path in leaves or name in map(natural_name, leaves)
+
+
+def _is_at(path: Path, tree: Any) -> bool:
+    """Whether a decoded tree has anything at a path, be it empty."""
+    for key in path:
+        if type(tree) not in (dict, OrderedDict, list, tuple):
+            return False
+        held = dict(enumerate(tree)) if isinstance(tree, list | tuple) else tree
+        if key not in held:
+            return False
+        tree = held[key]
+    return True
 
 
 def _by_name(paths: dict[Path, Any]) -> dict[str, Path]:

@@ -125,3 +125,31 @@ def test_what_is_empty_beside_a_key_with_a_dot_is_no_place_for_that(tmp_path: Pa
     checkpoint.save({"a": {}, "a.b": torch.ones(3)}, tmp_path / "one")
     into = {"a": {}, "a.b": torch.zeros(3)}
     assert checkpoint.load(tmp_path / "one", into=into)["a.b"].sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("saved", "into", "names"),
+    [
+        ({"o.state.0.m": torch.ones(3)}, {"o": {"state": {}}}, "'state'.* 'o.state.0.m'"),
+        ({"o": {0: {"step": 7}}}, {"o": {"0": {}}}, "'0'.* 'o.0.step'"),
+        ({"a": {"b": {"c": torch.ones(3)}}}, {"a.b": {}}, "'a.b'.* 'a.b.c'"),
+    ],
+)
+def test_what_is_empty_is_refused_where_the_checkpoint_has_leaves_by_name(
+    tmp_path: Path, saved: dict[str, object], into: dict[str, object], names: str
+) -> None:
+    checkpoint.save({"w": torch.ones(3), **saved}, tmp_path / "one")
+    live = {"w": torch.zeros(3), **into}
+    with pytest.raises(ValueError, match=rf"into\[.*{names}, would not be loaded"):
+        checkpoint.load(tmp_path / "one", into=live)
+    assert not live["w"].any(), "nothing is written before everything fits"  # type: ignore[attr-defined]
+    checkpoint.load(tmp_path / "one", into=live, strict=False)
+    assert live["w"].all()  # type: ignore[attr-defined]
+
+
+def test_what_is_empty_in_both_is_no_place_for_a_key_with_a_dot_that_is_not_asked_for(
+    tmp_path: Path,
+) -> None:
+    checkpoint.save({"a": {}, "a.b": torch.ones(3), "w": torch.ones(3)}, tmp_path / "one")
+    for into in ({"a": {}, "w": torch.zeros(3)}, {"a": {}, "a.b": torch.zeros(3)}):
+        assert checkpoint.load(tmp_path / "one", into=into) is into
