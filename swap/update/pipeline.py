@@ -53,6 +53,7 @@ class UpdatePipeline:
         self.speculation_failure: BaseException | None = None
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
+        self._mending = threading.RLock()  # by two threads at once the step would be done twice
         self._thread = Thread(self._run, "infinity-update", tells=True)
         try:
             start_thread(self._thread)
@@ -97,17 +98,17 @@ class UpdatePipeline:
             self.join()
 
     def retry(self) -> None:
-        """Start again what a failure left undone; does nothing when there was none, or one after
-        which the step cannot be repeated.
-        """
-        self.join()
-        if self._left is not None and not isinstance(self._failure, MixedStateError):
-            self.submit(*self._left)
+        """Start again what a failure left undone, if there was one that can be repeated."""
+        with self._mending:
+            self.join()
+            if self._left is not None and not isinstance(self._failure, MixedStateError):
+                self.submit(*self._left)
 
     def discard(self) -> list[Subgroup]:
         """Forget a step that was stopped; gives the subgroups that it left as they were."""
-        self.join()
-        left, self._left, self._failure = self._left, None, None
+        with self._mending:
+            self.join()
+            left, self._left, self._failure = self._left, None, None
         return [] if left is None else left[1]
 
     @property
@@ -362,7 +363,6 @@ class UpdatePipeline:
 
     def _stop(self, work: Pass, failure: BaseException) -> None:
         """Undo a speculative pass; of a step, bring home what can be, keep the rest for ``retry``.
-
         A failure other than one of our I/O, which comes before or after the rule, may have left
         arrays in host memory half updated; that cannot be repeated. May be called again.
         """
