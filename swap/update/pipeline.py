@@ -80,13 +80,14 @@ class UpdatePipeline:
             raise
 
     def join(self) -> None:
-        """Wait until the step is finished and at home, or was stopped."""
+        """Wait until the step is finished and at home, or was stopped; not for one to come."""
         while (change := self._change_unless_idle()) is not None:
             change.wait(LOOK_SECONDS)
 
     def _change_unless_idle(self) -> Latch | None:
         with self._lock:
-            return None if self._current is None else self._changes.next()
+            is_idle = self._current is None or not self._current.will_end
+            return None if is_idle else self._changes.next()
 
     def wait(self) -> None:
         """As ``join``; raises what stopped the step, until ``retry``."""
@@ -141,7 +142,6 @@ class UpdatePipeline:
 
     def validate(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
         """``step`` is taken, and is what was expected for ``fed``: publish that, then do ``rest``.
-
         False if an I/O error has stopped the speculative pass; then nothing of the step is done.
         """
         with self._lock:
