@@ -11,6 +11,9 @@ import torch
 
 import infinity
 from checkpoint import ChangedTensorError
+from infinity.snapshots import moment
+from infinity.snapshots.pending import PendingSnapshot
+from infinity.snapshots.sources import tree_of
 from swap.update.pipeline import UpdatePipeline
 from swap.update.stages import Stages
 from tests.support.adamw_model import backward, make_model
@@ -112,3 +115,34 @@ def test_a_save_waits_for_no_step_that_is_still_to_be_taken(
         offloaded.step()
         saving.join()
         assert not has_waited
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_snapshot_beside_a_backward_pass_has_what_is_there_before_the_step(
+    block: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is updated ahead of a step changes nothing that is at home."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+
+    def beside_backward(*arguments: Any, **options: Any) -> Any:
+        tree = tree_of(*arguments, **options)
+        other = threading.Thread(target=backward, args=(model, 3))
+        other.start()
+        other.join()
+        return tree
+
+    with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+        for step in range(3):
+            backward(model, step)
+            offloaded.step()
+        with offloaded.gathered():
+            before = values_of(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(moment, "tree_of", beside_backward)
+            taken = offloaded.snapshot("a", block=block)
+        offloaded.step()
+        if isinstance(taken, PendingSnapshot):
+            taken.result()
+        offloaded.restore("a")
+        with offloaded.gathered():
+            assert same_values(values_of(model), before)
