@@ -45,6 +45,11 @@ class Pass:
     """What is raised for it, where it cannot be repeated."""
 
     @property
+    def will_end(self) -> bool:
+        """Whatever comes; one ahead of a step may be waiting for gradients, and for that step."""
+        return self.is_validated or self.is_rolled_back
+
+    @property
     def is_empty(self) -> bool:
         return not (self.waiting or self.reading or self.writing or self.held)
 

@@ -53,6 +53,7 @@ class UpdatePipeline:
         self.speculation_failure: BaseException | None = None
         self._failure: BaseException | None = None
         self._left: tuple[Step, list[Subgroup]] | None = None
+        self._mending = threading.RLock()  # by two threads at once the step would be done twice
         self._thread = Thread(self._run, "infinity-update", tells=True)
         try:
             start_thread(self._thread)
@@ -79,13 +80,14 @@ class UpdatePipeline:
             raise
 
     def join(self) -> None:
-        """Wait until the step is finished and at home, or was stopped."""
+        """Wait until the step is finished and at home, or was stopped; not for one to come."""
         while (change := self._change_unless_idle()) is not None:
             change.wait(LOOK_SECONDS)
 
     def _change_unless_idle(self) -> Latch | None:
         with self._lock:
-            return None if self._current is None else self._changes.next()
+            is_idle = self._current is None or not self._current.will_end
+            return None if is_idle else self._changes.next()
 
     def wait(self) -> None:
         """As ``join``; raises what stopped the step, until ``retry``."""
@@ -97,17 +99,17 @@ class UpdatePipeline:
             self.join()
 
     def retry(self) -> None:
-        """Start again what a failure left undone; does nothing when there was none, or one after
-        which the step cannot be repeated.
-        """
-        self.join()
-        if self._left is not None and not isinstance(self._failure, MixedStateError):
-            self.submit(*self._left)
+        """Start again what a failure left undone, if there was one that can be repeated."""
+        with self._mending:
+            self.join()
+            if self._left is not None and not isinstance(self._failure, MixedStateError):
+                self.submit(*self._left)
 
     def discard(self) -> list[Subgroup]:
         """Forget a step that was stopped; gives the subgroups that it left as they were."""
-        self.join()
-        left, self._left, self._failure = self._left, None, None
+        with self._mending:
+            self.join()
+            left, self._left, self._failure = self._left, None, None
         return [] if left is None else left[1]
 
     @property
@@ -140,7 +142,6 @@ class UpdatePipeline:
 
     def validate(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
         """``step`` is taken, and is what was expected for ``fed``: publish that, then do ``rest``.
-
         False if an I/O error has stopped the speculative pass; then nothing of the step is done.
         """
         with self._lock:
@@ -362,7 +363,6 @@ class UpdatePipeline:
 
     def _stop(self, work: Pass, failure: BaseException) -> None:
         """Undo a speculative pass; of a step, bring home what can be, keep the rest for ``retry``.
-
         A failure other than one of our I/O, which comes before or after the rule, may have left
         arrays in host memory half updated; that cannot be repeated. May be called again.
         """

@@ -6,12 +6,14 @@ complete. As the step is taken, what was done is *validated*, if it is what the 
 it is *rolled back*, as it is where other gradients arrive, or gradients are cleared. An error of
 the speculative pass turns speculation *off*: steps then begin when they are taken.
 
-Gradients may arrive on another thread; whoever takes, clears or flushes has waited for them.
+Gradients may arrive on another thread; whoever takes or clears has waited for them. Whoever flushes
+may do so beside all this, on a thread of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 from swap.plan.layout import Layout, Subgroup
@@ -43,6 +45,8 @@ class Speculation:
         self._fed: list[Subgroup] = []
         self._waiting: list[Subgroup] = []
         """Complete, while the step before is still under way."""
+        self._turn = threading.RLock()
+        """Held while these, and the pass that they tell of, go apart."""
 
     @property
     def backward_passes(self) -> int:
@@ -70,9 +74,12 @@ class Speculation:
     def arrived(self, parameter: int) -> None:
         """A gradient is stored: subgroups that it completes are updated for the expected step."""
         found = self._arrivals.arrived(parameter)
-        if self.expect_step is None or not self._overlap:
-            return
-        self._waiting += [group for group in found if self._can_be_speculative(group)]
+        if self.expect_step is not None and self._overlap:
+            with self._turn:
+                self._feed(found)
+
+    def _feed(self, complete: Sequence[Subgroup]) -> None:
+        self._waiting += [group for group in complete if self._can_be_speculative(group)]
         if not self._waiting:
             return
         if self._expected is None:
@@ -118,12 +125,15 @@ class Speculation:
 
     def validate(self, step: Step, done: list[Subgroup], moving: Sequence[Subgroup]) -> bool:
         """Make what is ``done`` the beginning of ``step``, which updates all that are ``moving``.
-        False where nothing is done, or where an error stopped it: speculation is off then.
+        False where nothing is, or another thread has rolled it back, or an error has stopped it:
+        speculation is off then.
         """
         indices = {group.index for group in done}
         rest = [group for group in moving if group.index not in indices]
         if not done or self._pipeline.validate(step, done, rest):
             return bool(done)
+        if self._pipeline.speculation_failure is None:
+            return False
         self.expect_step = None
         _log.warning(
             "updates during the backward pass are off (they write new copies before the old ones "
@@ -138,10 +148,11 @@ class Speculation:
 
     def roll_back(self) -> None:
         """Undo what was done for a step that will not be taken as expected."""
-        self._waiting.clear()
-        if self._expected is not None:
-            self._pipeline.roll_back()
-            self._expected, self._fed = None, []
+        with self._turn:
+            self._waiting.clear()
+            if self._expected is not None:
+                self._pipeline.roll_back()
+                self._expected, self._fed = None, []
 
     def _can_be_speculative(self, group: Subgroup) -> bool:
         """Only what can be held back: arrays that have no spare block are updated in place."""

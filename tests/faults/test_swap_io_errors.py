@@ -8,7 +8,10 @@ out without errors, to the last bit. No slot, extent, descriptor or memory is lo
 import copy
 import errno
 import itertools
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -299,6 +302,38 @@ def test_interrupt_as_a_stopped_step_is_begun_again_has_it_finished_once(
             training.state.weights.acquire([parameter], "another")
     training.check_all()
     training.step()
+    training.check_all()
+
+
+def test_stopped_step_is_finished_once_where_two_threads_flush(
+    make: Callable[..., Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes to begin it, too, when the thread of updates has that of the first."""
+    training = make(seed=1)
+    training.step()
+    training.state.flush()
+    training.faults.arm("write", errno.EIO, after=2, matches=write_of_component)
+    training.step()
+    training.state.wait_for_updates()
+    submit, turns, is_taken = UpdatePipeline.submit, iter(range(2)), threading.Event()
+    is_second = threading.Event()
+
+    def in_turn(pipeline: UpdatePipeline, *arguments: Any) -> None:
+        if next(turns) == 0:
+            is_second.wait(0.5)
+            submit(pipeline, *arguments)
+            while pipeline.failure is not None:
+                time.sleep(0.001)
+            is_taken.set()
+        else:
+            is_second.set()
+            assert is_taken.wait(10)
+            submit(pipeline, *arguments)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(UpdatePipeline, "submit", in_turn)
+        for done in [threads.submit(training.state.flush) for _ in range(2)]:
+            done.result()
     training.check_all()
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 
 import infinity
 from checkpoint import ChangedTensorError
+from infinity.snapshots import moment
+from infinity.snapshots.pending import PendingSnapshot
+from infinity.snapshots.sources import tree_of
+from swap.update.pipeline import UpdatePipeline
 from swap.update.stages import Stages
 from tests.support.adamw_model import backward, make_model
 from tests.support.early_reads import before_reads
@@ -77,3 +82,67 @@ def test_what_is_saved_as_another_thread_begins_a_step_is_of_one_moment(
             offloaded.restore("a")
         with offloaded.gathered():
             assert same_values(values_of(model), stepped)
+
+
+@pytest.mark.parametrize("way", ["save", "flush"])
+def test_a_save_waits_for_no_step_that_is_still_to_be_taken(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass begins to update ahead of it just as the save waits for the step before."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    join, is_waiting, is_ahead = UpdatePipeline.join, threading.Event(), threading.Event()
+    with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+        act = offloaded.flush if way == "flush" else partial(offloaded.save, tmp_path / "saved")
+        saving = threading.Thread(target=act, daemon=True)
+
+        def wait_late(pipeline: UpdatePipeline) -> None:
+            if threading.current_thread() is saving:
+                is_waiting.set()
+                is_ahead.wait(10)
+            join(pipeline)
+
+        for step in range(3):
+            backward(model, step)
+            offloaded.step()
+        offloaded.flush()
+        monkeypatch.setattr(UpdatePipeline, "join", wait_late)
+        saving.start()
+        is_waiting.wait()
+        backward(model, 3)
+        is_ahead.set()
+        saving.join(10)
+        has_waited = saving.is_alive()
+        offloaded.step()
+        saving.join()
+        assert not has_waited
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_snapshot_beside_a_backward_pass_has_what_is_there_before_the_step(
+    block: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is updated ahead of a step changes nothing that is at home."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+
+    def beside_backward(*arguments: Any, **options: Any) -> Any:
+        tree = tree_of(*arguments, **options)
+        other = threading.Thread(target=backward, args=(model, 3))
+        other.start()
+        other.join()
+        return tree
+
+    with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+        for step in range(3):
+            backward(model, step)
+            offloaded.step()
+        with offloaded.gathered():
+            before = values_of(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(moment, "tree_of", beside_backward)
+            taken = offloaded.snapshot("a", block=block)
+        offloaded.step()
+        if isinstance(taken, PendingSnapshot):
+            taken.result()
+        offloaded.restore("a")
+        with offloaded.gathered():
+            assert same_values(values_of(model), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -164,3 +165,51 @@ def test_cleared_gradients_are_forgotten_and_without_overlap_nothing_begins(over
     speculation.cleared()
     assert noted.calls == (["speculate", [0], "roll back"] if overlap else [])
     assert not speculation.is_surplus(0)
+
+
+def test_what_another_thread_rolls_back_as_it_is_fed_is_not_taken_for_done() -> None:
+    """A subgroup that no pass has would be left as it is by the step."""
+    specs, noted = specs_of([4096] * 4), Noted()
+    layout = pack(specs, 4096)
+    made = Speculation(layout, cast(Any, _Components()), cast(Any, noted), overlap=True)
+    step = Step(updates=Plain(specs).updates(range(4)), gradient_scale=1.0)
+    made.expect_step = lambda: step
+    _add(made, 0, 1, 2, 3)
+    _take(made, layout, step)
+    _add(made, 0)
+    undoing = threading.Thread(target=made.roll_back)
+    is_undoing, is_feeding = threading.Event(), threading.Event()
+    fed: list[int] = []
+
+    def roll_back() -> None:
+        is_undoing.set()
+        is_feeding.wait(0.5)
+
+    def feed(groups: Sequence[Subgroup]) -> None:
+        if undoing.is_alive():  # into the pass that is being rolled back: it takes nothing
+            is_feeding.set()
+            undoing.join()
+        else:
+            fed.extend(group.index for group in groups)
+
+    noted.roll_back, noted.feed = roll_back, feed  # type: ignore[method-assign]
+    undoing.start()
+    is_undoing.wait()
+    _add(made, 1, 3, 2)
+    undoing.join()
+    assert _take(made, layout, step)
+    assert noted.calls[-1] == (fed, [index for index in range(4) if index not in fed])
+
+
+def test_speculation_goes_on_after_another_thread_rolled_it_back_as_the_step_was_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    noted = Noted(can_validate=False)
+    speculation, layout = _learned(noted)
+    _add(speculation, 0, 1, 2)
+    done = speculation.done_for(_step())
+    speculation.roll_back()
+    with caplog.at_level(logging.WARNING):
+        assert not speculation.validate(_step(), done, layout.subgroups)
+    assert not caplog.records
+    assert speculation.expect_step is not None
