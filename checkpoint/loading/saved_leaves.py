@@ -78,9 +78,7 @@ class SavedLeaves:
             raise self._refused(path, is_data=False)
         return self._values[found]
 
-    def check_empty(
-        self, ends: Iterable[tuple[Path, bool]], wants: Callable[[str], bool]
-    ) -> None:
+    def check_empty(self, ends: Iterable[tuple[Path, bool]], wants: Callable[[str], bool]) -> None:
         """Of the leaves of the live tree, and what is empty there (True): raises ValueError for
         leaves of these names that belong there, by their keys or by their names.
         """

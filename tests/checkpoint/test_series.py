@@ -292,7 +292,7 @@ def test_copies_of_links_are_removed_with_the_step_that_they_lead_to(
     for copy in (4, 50):
         shutil.copytree(manager.path(5), manager.path(copy), copy_function=_linked)
     manager.save(6, state(6))
-    assert os.listdir(tmp_path) == ["step-6"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-6"]
     assert not caplog.records
 
 
@@ -311,4 +311,4 @@ def test_a_step_stays_as_long_as_another_one_is_a_link_to_it(tmp_path: Path) -> 
 
 def _linked(source: str, to: str) -> None:
     """As `cp -rs` does."""
-    os.symlink(source, to)
+    Path(to).symlink_to(source)
