@@ -5,6 +5,7 @@ states over a late engine.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -256,6 +257,15 @@ class TieredRig:
     def engine(self) -> LateEngine:
         """There is none where nothing is on NVMe."""
         return self._engines[0]
+
+
+def wait_until_stopped_ahead(state: TieredState, timeout: float = 20.0) -> None:
+    """Until the update ahead of a step, which is to fail, has failed and is undone."""
+    until = time.monotonic() + timeout
+    while state.pipeline.speculation_failure is None:
+        assert time.monotonic() < until, "nothing has failed"
+        time.sleep(0.001)
+    state.pipeline.join()
 
 
 def assert_same(state: TieredState, plain: Plain) -> None:

@@ -17,7 +17,14 @@ from swap.plan.spares import NUM_VISITS
 from swap.update.pipeline import UpdatePipeline
 from tests.support.proof import matrix
 from tests.support.simulated_device import SimulatedDevice
-from tests.support.tiers import RULE, TieredRig, assert_same, fill_both, step_both
+from tests.support.tiers import (
+    RULE,
+    TieredRig,
+    assert_same,
+    fill_both,
+    step_both,
+    wait_until_stopped_ahead,
+)
 from tests.support.visiting import ALL, End, Refusing, backward, made
 
 
@@ -88,7 +95,7 @@ def test_what_a_device_fails_with_for_a_step_that_is_not_taken_changes_nothing(
     rig.state.collect_gradients()
     assert refusing.has_failed.wait(20.0)
     if kind == "wait":  # without its spare block it is no more updated ahead
-        rig.state.pipeline.join()
+        wait_until_stopped_ahead(rig.state)
     step_both(rig.state, rig.plain, ALL, lr=3e-3)
     assert_same(rig.state, rig.plain)
     visits._device = device
