@@ -18,7 +18,7 @@ import infinity
 from infinity.autograd import kept_views
 from tests.support.kept_views import REFUSED, Keeping, load, take_step
 from tests.support.models import Stack, seeded, vector_loss
-from tests.support.proof import by_turns
+from tests.support.proof import by_turns, matrix
 from tests.support.training import WHOLE, least_budget, same_bits
 
 Change = Callable[[Any, Any, Path], None]
@@ -169,7 +169,7 @@ def test_weight_that_a_forward_pass_shares_with_other_processes_goes_on_training
         assert same_bits(one, other)
 
 
-@pytest.mark.parametrize("change", [take_step, load])
+@pytest.mark.parametrize("change", matrix([take_step, load], usual=[take_step]))
 def test_array_of_a_view_has_values_of_its_weight_alone(
     change: Change, budget: int, nvme: Path, tmp_path: Path
 ) -> None:
@@ -182,7 +182,7 @@ def test_array_of_a_view_has_values_of_its_weight_alone(
         assert any(same_bits(now, known) for known in values)
 
     with infinity.offload(model, nvme, host_memory=budget) as offloaded:
-        for step in range(8):
+        for step in range(4):
             vector_loss(model, step)
             change(offloaded, model, tmp_path)
             offloaded.flush()
@@ -283,7 +283,7 @@ def _interpose(patch: pytest.MonkeyPatch, between: Callable[[], object]) -> None
     patch.setattr(kept_views.KeptViews, "find", find_and_go_on)
 
 
-@pytest.mark.parametrize("name", ["transposed", "detached"])
+@pytest.mark.parametrize("name", matrix(["transposed", "detached"], usual=["transposed"]))
 def test_view_that_another_thread_takes_as_a_step_begins_is_refused_behind_it(
     name: str, budget: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
