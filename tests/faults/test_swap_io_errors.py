@@ -271,6 +271,17 @@ def test_error_stays_until_the_disk_works_again(make: Callable[..., Training]) -
     training.check_all()
 
 
+def _stopped(make: Callable[..., Training]) -> Training:
+    """A training whose second step an I/O error has stopped."""
+    training = make(seed=1)
+    training.step()
+    training.state.flush()
+    training.faults.arm("write", errno.EIO, after=2, matches=write_of_component)
+    training.step()
+    training.state.wait_for_updates()
+    return training
+
+
 @pytest.mark.parametrize(
     ("name", "is_behind"), [("submit", False), ("_begin", False), ("_begin", True)]
 )
@@ -278,12 +289,7 @@ def test_interrupt_as_a_stopped_step_is_begun_again_has_it_finished_once(
     make: Callable[..., Training], name: str, is_behind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the thread has it, or when that has even done it: handlers take their time."""
-    training = make(seed=1)
-    training.step()
-    training.state.flush()
-    training.faults.arm("write", errno.EIO, after=2, matches=write_of_component)
-    training.step()
-    training.state.wait_for_updates()
+    training = _stopped(make)
     method = getattr(UpdatePipeline, name)
 
     def interrupted(pipeline: UpdatePipeline, *arguments: Any) -> None:
@@ -309,12 +315,7 @@ def test_stopped_step_is_finished_once_where_two_threads_flush(
     make: Callable[..., Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second comes to begin it, too, when the thread of updates has that of the first."""
-    training = make(seed=1)
-    training.step()
-    training.state.flush()
-    training.faults.arm("write", errno.EIO, after=2, matches=write_of_component)
-    training.step()
-    training.state.wait_for_updates()
+    training = _stopped(make)
     submit, turns, is_taken = UpdatePipeline.submit, iter(range(2)), threading.Event()
     is_second = threading.Event()
 
