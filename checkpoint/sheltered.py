@@ -32,6 +32,8 @@ from aio.process.threads import (
 T = TypeVar("T")
 _START_SECONDS = 0.001
 """In which a thread that is being started may be one that runs."""
+_MOST_START_SECONDS = 10.0
+"""One that takes longer never will run, and is not waited for."""
 
 
 class StoppedError(Exception):
@@ -86,10 +88,13 @@ def join_workers() -> None:
     """
     for thread in threading.enumerate():
         if isinstance(thread, _Thread):
+            until = time.monotonic() + _MOST_START_SECONDS
             while thread in threading.enumerate():
                 try:
                     thread.join()
                 except RuntimeError:  # that of whoever was interrupted, and still being started
+                    if time.monotonic() > until:
+                        raise
                     time.sleep(_START_SECONDS)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint import sheltered
 from checkpoint.saving.pending import PendingSave
 from checkpoint.sheltered import Worker, join_workers
 from tests.support.keyboard import PATIENCE_SECONDS, keyboard_of
@@ -108,3 +109,14 @@ def test_the_interpreter_waits_for_a_worker_that_is_still_being_started(
         time.sleep(0.001)
     join_workers()
     assert ended.is_set()
+
+
+def test_the_interpreter_does_not_wait_for_ever_for_a_thread_that_never_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sheltered, "_MOST_START_SECONDS", 0.05)
+    half = sheltered._Thread(lambda: None, "half")
+    limbo = threading._limbo  # type: ignore[attr-defined]
+    monkeypatch.setitem(limbo, half, half)
+    with pytest.raises(RuntimeError, match="before it is started"):
+        join_workers()
