@@ -50,8 +50,10 @@ class Pass:
         return self.is_validated or self.is_rolled_back
 
     @property
-    def is_empty(self) -> bool:
-        return not (self.waiting or self.reading or self.writing or self.held)
+    def has_work(self) -> bool:
+        """Whether there is something to do now; to undo, too."""
+        is_under_way = bool(self.waiting or self.reading or self.writing)
+        return is_under_way or self.is_rolled_back or (self.is_validated and bool(self.held))
 
     @property
     def waiting(self) -> list[Subgroup]:
@@ -76,6 +78,12 @@ class Pass:
         moving = {group.index for group in known if needs_slot(group)}
         self.ahead = deque(group for group in known if group.index in moving)
         self.in_memory = deque(group for group in known if group.index not in moving)
+
+    def order_held(self, first_use: Callable[[Subgroup], tuple[int, int]]) -> None:
+        """What is held back by first use, once the step is taken: nothing is held any more then."""
+        if not self.is_held_in_order:
+            self.held = deque(sorted(self.held, key=lambda job: first_use(job.subgroup)))
+            self.is_held_in_order = True
 
     def begin(self, group: Subgroup) -> None:
         """It goes on its way through a slot."""

@@ -22,13 +22,12 @@ retrying are ours.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from aio.errors import advise, is_no_room, let_go
-from aio.process.threads import LOOK_SECONDS, Changes, Latch, Thread, join_thread, start_thread
+from aio.process.threads import LOOK_SECONDS, Changes, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
 from swap.interruptions.mixture import MixedStateError
 from swap.plan.layout import Subgroup, parts_of
@@ -81,22 +80,25 @@ class UpdatePipeline:
 
     def join(self) -> None:
         """Wait until the step is finished and at home, or was stopped; not for one to come."""
-        while (change := self._change_unless_idle()) is not None:
-            change.wait(LOOK_SECONDS)
+        self._outcome()
 
-    def _change_unless_idle(self) -> Latch | None:
-        with self._lock:
-            is_idle = self._current is None or not self._current.will_end
-            return None if is_idle else self._changes.next()
+    def _outcome(self) -> BaseException | None:
+        """Wait as ``join`` does. Gives what stopped the step: of the moment at which none is under
+        way, for another thread may be about to begin it again.
+        """
+        while True:
+            with self._lock:
+                if self._current is None or not self._current.will_end:
+                    return self._failure
+                change = self._changes.next()
+            change.wait(LOOK_SECONDS)
 
     def wait(self) -> None:
         """As ``join``; raises what stopped the step, until ``retry``."""
-        self.join()
-        while self._failure is not None:
-            if isinstance(self._failure, Exception):
-                raise let_go(self._failure)
+        while (failure := self._outcome()) is not None:
+            if isinstance(failure, Exception):
+                raise let_go(failure)
             self.retry()  # an interrupt was raised where it came
-            self.join()
 
     def retry(self) -> None:
         """Start again what a failure left undone, if there was one that can be repeated."""
@@ -124,14 +126,17 @@ class UpdatePipeline:
 
     @property
     def is_idle(self) -> bool:
-        return self._current is None and self._failure is None
+        with self._lock:
+            return self._current is None and self._failure is None
 
     # Speculative passes.
 
     def speculate(self, step: Step) -> None:
-        """Open a pass for an expected step; the pipeline must be idle."""
-        assert self.is_idle
-        self._begin(Pass(step, is_validated=False, is_complete=False, was_speculative=True))
+        """Open a pass for an expected step; the pipeline must be idle. None once it is closing."""
+        with self._lock:
+            assert self.is_idle
+            if not self._is_closing:
+                self._begin(Pass(step, is_validated=False, is_complete=False, was_speculative=True))
 
     def feed(self, subgroups: Iterable[Subgroup]) -> None:
         """Add subgroups whose gradients are complete to the speculative pass."""
@@ -159,21 +164,24 @@ class UpdatePipeline:
 
     def roll_back(self) -> None:
         """The expected step is not taken: undo the pass and wait until it is gone."""
+        if self._undoes():
+            self.join()
+
+    def _undoes(self, *, closes: bool = False) -> bool:
+        """Whether there is a pass to undo; if it ``closes``, there will be no other."""
         with self._lock:
-            if self._current is None or self._current.is_validated:
-                return
-            self._current.is_rolled_back = True
+            self._is_closing = self._is_closing or closes
+            if does := self._current is not None and not self._current.is_validated:
+                self._current.is_rolled_back = True
             self._changes.tell()
-        self.join()
+            return does
 
     def close(self) -> None:
         """Roll speculation back, finish a step under way, then end the thread. Idempotent."""
         try:
-            self.roll_back()
+            self._undoes(closes=True)
         finally:
-            self._is_closing = True
-            with self._lock:
-                self._changes.tell()
+            self._undoes(closes=True)  # an interrupt may have come just before
             join_thread(self._thread)
 
     # The thread.
@@ -187,8 +195,8 @@ class UpdatePipeline:
         return min(uses), group.index
 
     def _begin(self, work: Pass) -> None:
-        assert self._current is None
         with self._lock:
+            assert self._current is None
             self._current = work  # from here on the thread has it, at its next look at the latest
             self._changes.tell()
 
@@ -237,19 +245,14 @@ class UpdatePipeline:
                 return
             self._publish_held(work)
             self._start_reads(work)
-            has_worked = self._advance(work)
-            self._finish_written(work, wait=not has_worked)
+            self._finish_written(work, wait=not self._advance(work))
 
     def _wait_for_work(self, work: Pass) -> bool:
         """Wait until there is something to do; False when the pass is done."""
         while True:
             with self._lock:
-                if work.waiting or work.reading or work.writing:
-                    return True
-                if work.is_rolled_back or (work.is_validated and work.held):
-                    return True
-                if work.is_complete:
-                    return not work.is_empty
+                if work.has_work or work.is_complete:
+                    return work.has_work
                 change = self._changes.next()
             change.wait(LOOK_SECONDS)
 
@@ -259,9 +262,7 @@ class UpdatePipeline:
         """
         if not work.is_validated or not work.held:
             return
-        if not work.is_held_in_order:
-            work.held = deque(sorted(work.held, key=lambda job: self._first_use(job.subgroup)))
-            work.is_held_in_order = True
+        work.order_held(self._first_use)
         coming = (*work.first_waiting, *(job.subgroup for job in work.reading))
         first = min(map(self._first_use, coming), default=None)
         while work.held and (first is None or self._first_use(work.held[0].subgroup) < first):
@@ -339,8 +340,7 @@ class UpdatePipeline:
 
         Arrays in host memory, which have nothing to write, are not kept waiting by an SSD.
         """
-        if not self._overlap:
-            wait = True
+        wait = wait or not self._overlap
         finished = [job for job in work.writing if self._stages.is_written(job)]
         if wait and not finished:
             finished = sorted(work.writing, key=self._stages.waits_for_device)[:1]

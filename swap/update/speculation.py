@@ -74,29 +74,30 @@ class Speculation:
     def arrived(self, parameter: int) -> None:
         """A gradient is stored: subgroups that it completes are updated for the expected step."""
         found = self._arrivals.arrived(parameter)
-        if self.expect_step is not None and self._overlap:
+        expect_step = self.expect_step  # another thread may end all this meanwhile
+        if expect_step is not None and self._overlap:
             with self._turn:
-                self._feed(found)
+                self._feed(found, expect_step)
 
-    def _feed(self, complete: Sequence[Subgroup]) -> None:
+    def _feed(self, complete: Sequence[Subgroup], expect_step: Callable[[], Step | None]) -> None:
         self._waiting += [group for group in complete if self._can_be_speculative(group)]
         if not self._waiting:
             return
         if self._expected is None:
             # The step before may still be under way: then these wait for the next arrival.
-            self._expected = self._likely_step() if self._pipeline.is_idle else None
-            if self._expected is None:
+            likely = self._likely_step(expect_step) if self._pipeline.is_idle else None
+            if likely is None:
                 return
-            self._pipeline.speculate(self._expected)
+            self._expected = likely
+            self._pipeline.speculate(likely)
         self._pipeline.feed(self._waiting)
         self._fed += self._waiting
         self._waiting = []
 
-    def _likely_step(self) -> Step | None:
+    def _likely_step(self, expect_step: Callable[[], Step | None]) -> Step | None:
         """The step that is expected, of what is expected to have a gradient."""
-        assert self.expect_step is not None
         try:
-            step = self.expect_step()
+            step = expect_step()
         except ValueError:  # of options that the program may be changing; the step itself asks anew
             return None
         return None if step is None else self._arrivals.of_expected(step)
@@ -150,9 +151,8 @@ class Speculation:
         """Undo what was done for a step that will not be taken as expected."""
         with self._turn:
             self._waiting.clear()
-            if self._expected is not None:
-                self._pipeline.roll_back()
-                self._expected, self._fed = None, []
+            self._pipeline.roll_back()  # whatever is known of it: a handler may have come midway
+            self._expected, self._fed = None, []
 
     def _can_be_speculative(self, group: Subgroup) -> bool:
         """Only what can be held back: arrays that have no spare block are updated in place."""

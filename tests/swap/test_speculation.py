@@ -36,7 +36,10 @@ class Noted:
         self.calls.append([group.index for group in groups])
 
     def roll_back(self) -> None:
-        self.calls.append("roll back")
+        """Nothing where no pass is open."""
+        opened = [call for call in self.calls if call in ("speculate", "roll back")]
+        if opened[-1:] == ["speculate"]:
+            self.calls.append("roll back")
 
     def validate(self, step: Step, fed: Sequence[Subgroup], rest: Sequence[Subgroup]) -> bool:
         self.calls.append(([group.index for group in fed], [group.index for group in rest]))
@@ -213,3 +216,37 @@ def test_speculation_goes_on_after_another_thread_rolled_it_back_as_the_step_was
         assert not speculation.validate(_step(), done, layout.subgroups)
     assert not caplog.records
     assert speculation.expect_step is not None
+
+
+def test_what_a_handler_rolls_back_as_a_pass_is_opened_is_gone_with_the_next() -> None:
+    """It came when nothing was open; then the pass is, and holds nothing that a step asks for."""
+    noted = Noted()
+    speculation, layout = _learned(noted)
+
+    def interrupted(step: Step) -> None:
+        speculation.roll_back()
+        noted.calls.append("speculate")
+
+    noted.speculate = interrupted  # type: ignore[method-assign]
+    _add(speculation, 0)
+    assert noted.calls[:1] == ["speculate"]
+    speculation.roll_back()
+    assert noted.calls[-1] == "roll back"
+    assert _take(speculation, layout, _step()) is False
+
+
+def test_speculation_ends_while_a_gradient_arrives() -> None:
+    """On the thread of the inbox, as the block ends."""
+    noted = Noted()
+    speculation, _ = _learned(noted)
+
+    class Ending:
+        """A pipeline that is asked whether it is idle as all this ends."""
+
+        def __getattr__(self, name: str) -> Any:
+            speculation.expect_step = None
+            return getattr(noted, name)
+
+    speculation._pipeline = cast(Any, Ending())
+    _add(speculation, 0)
+    assert noted.calls == ["speculate", [0]]

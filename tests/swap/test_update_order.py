@@ -290,3 +290,15 @@ def test_processors_go_on_while_a_device_has_some_of_what_is_in_memory(run: Any)
     assert sorted(stages.of("published")) == [0, 1, 2]
     stages.release.set()
     stages.wait_for(lambda log: sum(kind == "published" for kind, _ in log) == 5)
+
+
+def test_nothing_is_begun_ahead_of_a_step_once_the_pipeline_closes(run: Any) -> None:
+    """As where the last gradient arrives while the block ends: nobody would take it."""
+    pipeline = run(Stages(slots=1), [0])
+    pipeline.close()
+    pipeline.speculate(STEP)
+    pipeline.feed(groups(1))
+    again = threading.Thread(target=pipeline.close, daemon=True)
+    again.start()
+    again.join(TIMEOUT)
+    assert not again.is_alive()
