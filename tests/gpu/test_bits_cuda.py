@@ -31,6 +31,8 @@ def test_offloaded_training_has_the_bits_of_training_in_device_memory(
         device_checks.check_runs_go_on_elsewhere,
         device_checks.check_snapshots,
         device_checks.check_gathered,
+        device_checks.check_inference,
+        device_checks.check_kept_views,
         device_checks.check_model_of_the_device,
         device_checks.check_adamw,
         device_checks.check_adamw_stopped,

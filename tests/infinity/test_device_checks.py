@@ -19,6 +19,8 @@ CHECKS: list[Callable[[str, Path], None]] = [
     device_checks.check_runs_go_on_elsewhere,
     device_checks.check_snapshots,
     device_checks.check_gathered,
+    device_checks.check_inference,
+    device_checks.check_kept_views,
     device_checks.check_model_of_the_device,
     device_checks.check_adamw,
     device_checks.check_adamw_stopped,
@@ -47,3 +49,15 @@ def test_state_that_a_device_updates_for_its_home_has_the_bits_of_training_in_me
 ) -> None:
     with simulated(partial(SimulatedDevice, seed)):
         device_checks.check_visits("cpu", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [device_checks.check_inference, device_checks.check_kept_views],
+    ids=lambda c: c.__name__,
+)
+def test_check_holds_on_a_simulated_device(
+    check: Callable[[str, Path], None], tmp_path: Path
+) -> None:
+    with simulated(partial(SimulatedDevice, None)):
+        check("cpu", tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import nn
 
@@ -156,6 +157,41 @@ def check_gathered(device: str, folder: Path) -> None:
     with torch.no_grad():
         twin.blocks[1].get_parameter("up.weight").mul_(2.0)
     assert case.loss(twin, 0).item() == loss.item()
+
+
+def check_inference(device: str, folder: Path) -> None:
+    """Without an optimizer, passes have the bits that they have in the memory of the device."""
+    case = Case(device=device)
+    twin = case.model(device).to(case.dtype)
+    with torch.no_grad():
+        expected = [case.loss(twin, number).item() for number in range(3)]
+    options: dict[str, Any] = {"optimizer": None, "device": device, "compute_dtype": case.dtype}
+    plan = infinity.plan(case.model(), host_memory=1, **options)
+    least = {"host_memory": plan.least_host_bytes, "device_memory": plan.least_device_bytes}
+    for memory in (AMPLE, least):
+        model = case.model()
+        with infinity.offload(model, folder, **options, **memory), torch.no_grad():
+            assert [case.loss(model, number).item() for number in range(3)] == expected
+
+
+def check_kept_views(device: str, folder: Path) -> None:
+    """A view of a weight that the program keeps over a step is refused by name, not old."""
+    case = Case(device=device, dtype=torch.float32)
+    model, kept = case.model(), list[torch.Tensor]()
+    name = "blocks.1.up"
+    model.get_submodule(name).register_forward_hook(
+        lambda module, *_: kept.append(module.get_parameter("weight").detach().flatten()[:7])
+    )
+    for memory in budgets(case, folder).values():
+        kept.clear()
+        with block_of(case, model, folder, memory) as offloaded:
+            before = _values(offloaded)[f"{name}.weight"].flatten()[:7]
+            loss = case.loss(model, 0)
+            assert torch.equal(kept[0].cpu(), before)
+            offloaded.backward(loss)
+            offloaded.step()
+            with pytest.raises(RuntimeError, match=name):
+                kept[0].cpu()
 
 
 def check_model_of_the_device(device: str, folder: Path) -> None:
