@@ -36,6 +36,7 @@ class LeftGradients:
     ) -> None:
         self._records = records
         self._accumulated = accumulated
+        self._trains = trains
         self.given_back = {
             index: gradient
             for index, gradient in came.items()
@@ -60,9 +61,11 @@ class LeftGradients:
         if left and kind is None:
             _log.warning(
                 "the offload block ends with gradients that %d parameters (%s first) have "
-                "accumulated since the last step, and they go with it; take that step inside, or "
-                "read them there by offloaded.gradient(parameter)",
+                "accumulated%s, and they go with it; %sread them there by "
+                "offloaded.gradient(parameter)",
                 len(left),
                 self._records[left[0]].name,
+                " since the last step" if self._trains else "",
+                "take that step inside, or " if self._trains else "",
             )
         self._accumulated.forget_histories()

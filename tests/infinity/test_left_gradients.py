@@ -105,6 +105,7 @@ def test_gradients_since_the_last_step_are_named_as_the_block_ends(
         model.zero_grad(set_to_none=False)
         vector_loss(model, 0).backward()
     assert caplog.text.count(f"{ENDS} that {count} parameters (layers.0.weight first)") == 1
+    assert ("take that step" in caplog.text) == (optimizer is not None)
     assert all(gradient is None for gradient in _gradients(model).values())
 
 
