@@ -102,7 +102,6 @@ class Manager:
         self._memory = KeptMemory()
         self._known = KnownManifests(Relocation(self._stripe_dirs))
         self._loads = WatchedLoads(self._known)
-        self._has_retired = False
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -151,7 +150,7 @@ class Manager:
 
     def _request(self, step: int, state: object, arrival: Arrival) -> SaveRequest:
         path, previous = self.path(step), self._wait_for_previous()
-        if not self._has_retired and not self._ranks.rank:
+        if not self._ranks.rank:
             sheltered(partial(self._make_room, step), "checkpoint-retire")
         return SaveRequest(
             state=state,
@@ -379,7 +378,6 @@ class Manager:
                     self._remove(step, None)
                 else:
                     finished.append(Finished(manifest.saved, step, manifest.uuid, since))
-        self._has_retired = True
         if self._keep is None:
             return
         for one in outdated(self.root, finished, self._keep, self._keep_every):
