@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import aio
 import checkpoint
 import infinity
 from checkpoint import series
@@ -307,6 +310,39 @@ def test_a_step_stays_as_long_as_another_one_is_a_link_to_it(tmp_path: Path) -> 
     manager.path(50).unlink()
     manager.save(8, state(8))
     assert manager.steps() == [8]
+
+
+@pytest.mark.parametrize("copy", ["copy", "link", "damaged"])
+def test_a_step_stays_where_what_reads_its_data_cannot_be_read_for_a_moment(
+    tmp_path: Path, stripes: list[Path], copy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = checkpoint.Manager(tmp_path / "run", stripes)
+    saved.save(8, state(8))
+    manager = checkpoint.Manager(tmp_path / "run", stripes, keep=1, keep_every=50)
+    manifest = manager.path(50) / "manifest.json"
+    if copy == "link":
+        manager.path(50).symlink_to("step-8")
+    else:
+        shutil.copytree(manager.path(8), manager.path(50))
+    (tmp_path / "run" / "step-77").symlink_to("step-77")
+    whole = manifest.read_bytes()
+    if copy == "damaged":
+        manifest.write_bytes(b"{" + whole)
+    opened = aio.open_regular_file
+
+    def failing(path: Path, *, follow: bool = True) -> Any:
+        if path == manifest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, follow=follow)
+
+    with monkeypatch.context() as patch:
+        if copy != "damaged":
+            patch.setattr("aio.open_regular_file", failing)
+        manager.save(9, state(9))
+    if copy == "damaged":
+        manifest.write_bytes(whole)
+    assert manager.load(50)["step"] == 8
+    assert manager.steps() == [8, 9, 50]
 
 
 def _linked(source: str, to: str) -> None:
