@@ -380,19 +380,21 @@ class Manager:
                     finished.append(Finished(manifest.saved, step, manifest.uuid, since))
         if self._keep is None:
             return
+        left = set[str]()
         for one in outdated(self.root, finished, self._keep, self._keep_every):
             cancellation.check()
-            self._remove(one.step, one.uuid)
+            if one.uuid in left or not self._remove(one.step, one.uuid):
+                left.add(one.uuid)  # where a copy stays, so does what it may be read from
 
     def _retire_after_save(self) -> None:
         """The save itself is done, whatever becomes of old ones."""
         with warned(self.root):
             self.retire()
 
-    def _remove(self, step: int, uuid: str | None) -> None:
-        path = self.path(step)
-        if is_being_saved(path):  # by another thread, whose lock on it this could take away
-            return
-        with warned(path):
-            if remove_checkpoint(path, uuid, self._stripe_dirs):
+    def _remove(self, step: int, uuid: str | None) -> bool:
+        """Whether it is gone. Nothing is done to what another thread saves, which has its lock."""
+        with warned(path := self.path(step)):
+            if not is_being_saved(path) and remove_checkpoint(path, uuid, self._stripe_dirs):
                 self._loads.forget(path)
+                return True
+        return False

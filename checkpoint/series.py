@@ -14,12 +14,14 @@ import logging
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from checkpoint.directory.generations import owns_stripes
 from checkpoint.directory.locate import peek_saved, peek_uuid, read_manifest
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
@@ -177,7 +179,7 @@ def outdated(
     Copies of a step are one save together: those without data of their own need those of the step.
     What a step that is a link leads to is one of them, for links stay and are to be loaded; and so
     is what a step reads that is damaged, or cannot be read, for those stay as well.
-    Copies whose manifests are links come first: nothing would tell them without what these lead to.
+    Of copies those come first that are nothing without the others, see `_needed`.
     """
     ordered = sorted(finished)
     last = list(dict.fromkeys(one.uuid for one in reversed(ordered)))[:keep]
@@ -198,8 +200,20 @@ def outdated(
         )
     apart.update(one.uuid for one in staying)
     removed = [one for one in old if one.uuid not in apart]
-    manifests = {one: step_path(root, one.step) / MANIFEST_NAME for one in removed}
-    return sorted(removed, key=lambda one: not manifests[one].is_symlink())
+    saves = Counter(one.uuid for one in removed)
+    return sorted(removed, key=lambda one: saves[one.uuid] > 1 and _needed(root, one))
+
+
+def _needed(root: Path, one: Finished) -> int:
+    """How much other copies of a step need this one: what they are would not be told any more
+    without the manifest that theirs is a link to, nor without the data on stripes that they read.
+    """
+    path = step_path(root, one.step)
+    if (path / MANIFEST_NAME).is_symlink():
+        return 0
+    with suppress(OSError):
+        return 1 + owns_stripes(path, one.uuid)
+    return 2
 
 
 def _held(root: Path, finished: Sequence[Finished]) -> set[str]:

@@ -312,6 +312,30 @@ def test_a_step_stays_as_long_as_another_one_is_a_link_to_it(tmp_path: Path) -> 
     assert manager.steps() == [8]
 
 
+@pytest.mark.parametrize("copy", [4, 50])
+def test_a_copy_goes_before_the_step_whose_data_it_reads(
+    tmp_path: Path, stripes: list[Path], copy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it stayed as damage, where the removal ends between the two, or cannot remove the copy."""
+    manager = checkpoint.Manager(tmp_path / "run", stripes, keep=1)
+    manager.save(8, state(8))
+    shutil.copytree(manager.path(8), manager.path(copy))
+    removed: list[Path] = []
+
+    def failing(path: Path, *given: Any) -> bool:
+        removed.append(path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoint.manager.remove_checkpoint", failing)
+        manager.save(9, state(9))
+    assert removed == [manager.path(copy)]
+    assert manager.steps() == sorted([8, 9, copy])
+    manager.save(10, state(10))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-10"]
+    assert all(len(list(stripe.iterdir())) == 1 for stripe in stripes)
+
+
 @pytest.mark.parametrize("copy", ["copy", "link", "damaged"])
 def test_a_step_stays_where_what_reads_its_data_cannot_be_read_for_a_moment(
     tmp_path: Path, stripes: list[Path], copy: str, monkeypatch: pytest.MonkeyPatch
