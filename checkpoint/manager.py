@@ -102,7 +102,6 @@ class Manager:
         self._memory = KeptMemory()
         self._known = KnownManifests(Relocation(self._stripe_dirs))
         self._loads = WatchedLoads(self._known)
-        self._has_retired = False
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -151,7 +150,7 @@ class Manager:
 
     def _request(self, step: int, state: object, arrival: Arrival) -> SaveRequest:
         path, previous = self.path(step), self._wait_for_previous()
-        if not self._has_retired and not self._ranks.rank:
+        if not self._ranks.rank:
             sheltered(partial(self._make_room, step), "checkpoint-retire")
         return SaveRequest(
             state=state,
@@ -379,22 +378,23 @@ class Manager:
                     self._remove(step, None)
                 else:
                     finished.append(Finished(manifest.saved, step, manifest.uuid, since))
-        self._has_retired = True
         if self._keep is None:
             return
+        left = set[str]()
         for one in outdated(self.root, finished, self._keep, self._keep_every):
             cancellation.check()
-            self._remove(one.step, one.uuid)
+            if one.uuid in left or not self._remove(one.step, one.uuid):
+                left.add(one.uuid)  # where a copy stays, so does what it may be read from
 
     def _retire_after_save(self) -> None:
         """The save itself is done, whatever becomes of old ones."""
         with warned(self.root):
             self.retire()
 
-    def _remove(self, step: int, uuid: str | None) -> None:
-        path = self.path(step)
-        if is_being_saved(path):  # by another thread, whose lock on it this could take away
-            return
-        with warned(path):
-            if remove_checkpoint(path, uuid, self._stripe_dirs):
+    def _remove(self, step: int, uuid: str | None) -> bool:
+        """Whether it is gone. Nothing is done to what another thread saves, which has its lock."""
+        with warned(path := self.path(step)):
+            if not is_being_saved(path) and remove_checkpoint(path, uuid, self._stripe_dirs):
                 self._loads.forget(path)
+                return True
+        return False

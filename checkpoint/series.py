@@ -14,16 +14,19 @@ import logging
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from checkpoint.directory.generations import owns_stripes
 from checkpoint.directory.locate import peek_saved, peek_uuid, read_manifest
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import MAX_SIZE
+from checkpoint.format.rules import is_uuid
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +177,9 @@ def outdated(
     """What is to be removed: neither among the `keep` that were saved last nor a step that is a
     multiple of `keep_every`. What is known to be newer than its time says stays, with a warning.
     Copies of a step are one save together: those without data of their own need those of the step.
-    What a step that is a link leads to is one of them, for links stay and are to be loaded.
-    Copies whose manifests are links come first: nothing would tell them without what these lead to.
+    What a step that is a link leads to is one of them, for links stay and are to be loaded; and so
+    is what a step reads that is damaged, or cannot be read, for those stay as well.
+    Of copies those come first that are nothing without the others, see `_needed`.
     """
     ordered = sorted(finished)
     last = list(dict.fromkeys(one.uuid for one in reversed(ordered)))[:keep]
@@ -183,7 +187,7 @@ def outdated(
     old = [one for one in ordered if one.uuid not in last]
     staying = _newer_than_said(old, kept)
     apart = {one.uuid for one in old if keep_every and one.step % keep_every == 0}
-    apart.update(_linked(root) if old else ())
+    apart.update(_held(root, finished) if old else ())
     for one in staying:
         if one.uuid in apart:
             continue
@@ -196,15 +200,36 @@ def outdated(
         )
     apart.update(one.uuid for one in staying)
     removed = [one for one in old if one.uuid not in apart]
-    manifests = {one: step_path(root, one.step) / MANIFEST_NAME for one in removed}
-    return sorted(removed, key=lambda one: not manifests[one].is_symlink())
+    saves = Counter(one.uuid for one in removed)
+    return sorted(removed, key=lambda one: saves[one.uuid] > 1 and _needed(root, one))
 
 
-def _linked(root: Path) -> set[str]:
-    """The saves that steps lead to which are links."""
-    paths = [step_path(root, step) for step in steps_in(root)]
-    found = [peek_uuid(path) for path in paths if path.is_symlink()]
-    return {uuid for uuid in found if uuid is not None}
+def _needed(root: Path, one: Finished) -> int:
+    """How much other copies of a step need this one: what they are would not be told any more
+    without the manifest that theirs is a link to, nor without the data on stripes that they read.
+    """
+    path = step_path(root, one.step)
+    if (path / MANIFEST_NAME).is_symlink():
+        return 0
+    with suppress(OSError):
+        return 1 + owns_stripes(path, one.uuid)
+    return 2
+
+
+def _held(root: Path, finished: Sequence[Finished]) -> set[str]:
+    """The saves that steps have, or lead to, which stay whatever they are: links, and steps that
+    are damaged or cannot be read, be it for a moment. The names of what lies there tell as well.
+    """
+    root = root.resolve()
+    judged = {step_path(root, one.step): one.uuid for one in finished}
+    found = set[str]()
+    for path in (step_path(root, step) for step in steps_in(root)):
+        if path not in judged:
+            leads_to = judged.get(Path(os.path.realpath(path)))
+            found.update(filter(None, (leads_to, peek_uuid(path))))
+            with suppress(OSError):
+                found.update(entry.name for entry in path.iterdir() if is_uuid(entry.name))
+    return found
 
 
 def _newer_than_said(old: Sequence[Finished], kept: Sequence[Finished]) -> list[Finished]:

@@ -233,6 +233,19 @@ def _remove_stripe(folder: Path, stripes: Path) -> None:
     _remove_data_directory(folder)
 
 
+def owns_stripes(checkpoint: Path, uuid: str) -> bool:
+    """Whether data of this save elsewhere are this checkpoint's, and not read by it as by a copy.
+    Raises OSError where that cannot be found out.
+    """
+    home = checkpoint / uuid
+    for stripe in listed_stripes(home, uuid):
+        with opened_directory(stripe.path) as descriptor:
+            owner = None if descriptor is None else read_owner(descriptor)
+            if owner is not None and owner.is_at(home / STRIPES_NAME):
+                return True
+    return False
+
+
 def _names(directory: int) -> list[str]:
     with os.scandir(directory) as entries:
         return [entry.name for entry in entries]

@@ -6,12 +6,13 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from checkpoint.format.names import Path, closest, natural_name, render
 from checkpoint.format.records import Manifest
 from checkpoint.format.tree import DataNode, decode_tree
 
+T = TypeVar("T")
 _DATA = object()
 """Stands for a tensor in a tree that is decoded for its other leaves."""
 
@@ -85,31 +86,33 @@ class SavedLeaves:
         empty, leaves = list[Path](), list[Path]()
         for path, is_empty in ends:
             (empty if is_empty else leaves).append(path)
-        there = [(path, self._is_beginning(path)) for path in empty]
-        there = [(path, is_named) for path, is_named in there if is_named or path in self._places]
-        if not there:
+        by_path = {path: path for path in empty if path in self._places}
+        named = {path: natural_name(path) for path in empty}
+        by_name = {name: path for path, name in named.items() if self._is_beginning(path, name)}
+        if not by_path and not by_name:
             return
-        taken = set(map(natural_name, leaves))
-        for (path, is_named), leaf in itertools.product(there, (*self._data, *self._values)):
+        taken = set(map(natural_name, leaves)) if by_name else set[str]()
+        for leaf in (*self._data, *self._values):
             name = natural_name(leaf)
-            is_in = leaf[: len(path)] == path
-            if is_named and name not in taken:
-                is_in = is_in or name.startswith(natural_name(path) + ".")
-            if is_in and wants(name):
+            place = _first_in(by_path, (leaf[:end] for end in range(1, len(leaf) + 1)))
+            if place is None and name not in taken:
+                place = _first_in(by_name, _beginnings_of(name))
+            if place is not None and wants(name):
                 raise ValueError(
-                    f"{render(path, 'into')} is empty, and what the checkpoint has there, as "
+                    f"{render(place, 'into')} is empty, and what the checkpoint has there, as "
                     f"{name!r}, would not be loaded; put places for it there (an optimizer has "
                     "state after a step), or load it without into=; strict=False leaves it empty"
                 )
 
-    def _is_beginning(self, path: Path) -> bool:
-        """Whether names of leaves begin with this one, and what is there itself is not saved."""
-        return natural_name(path) in self._beginnings and not _is_at(path, self._tree)
+    def _is_beginning(self, path: Path, name: str) -> bool:
+        """Whether names of leaves are this one or begin with it, and nothing is saved at the path
+        itself.
+        """
+        return name in self._beginnings and not _is_at(path, self._tree)
 
     @cached_property
     def _beginnings(self) -> set[str]:
-        parts = [name.split(".") for name in self._names]
-        return {".".join(each[:end]) for each in parts for end in range(1, len(each))}
+        return {beginning for name in self._names for beginning in _beginnings_of(name)}
 
     def _refused(self, path: Path, is_data: bool) -> ValueError:
         """Why a leaf of the live tree, a tensor or another one, finds none in the checkpoint."""
@@ -135,15 +138,26 @@ def _has(leaves: Mapping[Path, Any], path: Path, name: str) -> bool:
     return path in leaves or name in map(natural_name, leaves)
 
 
+def _first_in(places: Mapping[T, Path], candidates: Iterable[T]) -> Path | None:
+    return next((places[one] for one in candidates if one in places), None)
+
+
+def _beginnings_of(name: str) -> Iterator[str]:
+    """What a name begins with, part by part, the whole of it last."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
 def _is_at(path: Path, tree: Any) -> bool:
     """Whether a decoded tree has anything at a path, be it empty."""
     for key in path:
-        if type(tree) not in (dict, OrderedDict, list, tuple):
+        if type(tree) in (list, tuple):
+            is_there = type(key) is int and 0 <= key < len(tree)
+        else:
+            is_there = type(tree) in (dict, OrderedDict) and key in tree
+        if not is_there:
             return False
-        held = dict(enumerate(tree)) if isinstance(tree, list | tuple) else tree
-        if key not in held:
-            return False
-        tree = held[key]
+        tree = tree[key]
     return True
 
 

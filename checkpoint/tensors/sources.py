@@ -102,6 +102,7 @@ class Source(NamedTuple):
 
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_in_func = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_data_leaf(value: object) -> bool:
@@ -190,10 +191,10 @@ def tensor_source(tensor: torch.Tensor) -> Source:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a strided tensor are its values: it is no negated or conjugated view,
-    and no ZeroTensor, which is all zeros without memory and which autograd hands out.
+    """Whether the bytes of a strided tensor are its values: it is no negated or conjugated view, no
+    ZeroTensor, all zeros without memory, which autograd hands out, and none that torch.func wraps.
     """
-    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or _in_func(tensor))
 
 
 def _check_tensor(tensor: torch.Tensor) -> None:
@@ -226,17 +227,16 @@ def _check_tensor(tensor: torch.Tensor) -> None:
 
 def memory_fault(tensor: torch.Tensor) -> str | None:
     """What is wrong with the memory of a strided tensor: none is there, or less than it needs."""
+    if _in_func(tensor):
+        return "of a transform of torch.func, without memory of its own; do it outside of that"
     if tensor._is_zerotensor():
         return None
-    if tensor.is_contiguous():  # as most are
-        span = tensor.numel()
-    else:
-        span = span_elements(tensor.shape, tensor.stride())
+    is_row = tensor.is_contiguous()  # as most are
+    span = tensor.numel() if is_row else span_elements(tensor.shape, tensor.stride())
     needed = (int(tensor.storage_offset()) + span) * tensor.element_size()
     there = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
-    if needed <= there or not span:
-        return None
-    return f"that reaches to byte {needed} of a storage of {there}; its memory has been freed"
+    fault = f"that reaches to byte {needed} of a storage of {there}; its memory has been freed"
+    return fault if span and needed > there else None
 
 
 def can_resolve(tensor: torch.Tensor) -> bool:

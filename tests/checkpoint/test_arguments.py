@@ -213,6 +213,26 @@ def test_a_nested_tensor_is_refused_with_what_to_give_instead(tmp_path: Path) ->
         checkpoint.load(tmp_path / "run", into={"w": nested})
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap", "functionalize"])
+def test_a_tensor_of_a_transform_is_refused_by_name(tmp_path: Path, transform: str) -> None:
+    """Torch's errors (it has no storage) named no leaf."""
+    checkpoint.save({"w": torch.ones(2)}, tmp_path / "run")
+
+    def within(x: torch.Tensor) -> torch.Tensor:
+        tree = {"model": {"w": x}}
+        for save in (checkpoint.save, checkpoint.save_async):
+            with pytest.raises(TypeError, match=r"state\['model'\]\['w'\].* torch.func"):
+                save(tree, tmp_path / "other")
+        with pytest.raises(ValueError, match=r"into\['w'\].* torch.func"):
+            checkpoint.load(tmp_path / "run", into={"w": x})
+        return x.sum()
+
+    getattr(torch.func, transform)(within)(
+        torch.ones(2, 2) if transform == "vmap" else torch.ones(2)
+    )
+    assert not (tmp_path / "other").exists()
+
+
 def test_arguments_of_another_kind_are_named(tmp_path: Path) -> None:
     checkpoint.save({"w": torch.ones(2)}, tmp_path / "run")
     number: Any = 5

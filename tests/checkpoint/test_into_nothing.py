@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint.format.names import natural_name
+from checkpoint.loading import saved_leaves
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -133,6 +135,8 @@ def test_what_is_empty_beside_a_key_with_a_dot_is_no_place_for_that(tmp_path: Pa
         ({"o.state.0.m": torch.ones(3)}, {"o": {"state": {}}}, "'state'.* 'o.state.0.m'"),
         ({"o": {0: {"step": 7}}}, {"o": {"0": {}}}, "'0'.* 'o.0.step'"),
         ({"a": {"b": {"c": torch.ones(3)}}}, {"a.b": {}}, "'a.b'.* 'a.b.c'"),
+        ({"a.b": torch.ones(3)}, {"a": {"b": {}}}, "'a'.*'b'.* 'a.b'"),
+        ({"o.step": 7}, {"o": {"step": []}}, "'o'.*'step'.* 'o.step'"),
     ],
 )
 def test_what_is_empty_is_refused_where_the_checkpoint_has_leaves_by_name(
@@ -153,3 +157,24 @@ def test_what_is_empty_in_both_is_no_place_for_a_key_with_a_dot_that_is_not_aske
     checkpoint.save({"a": {}, "a.b": torch.ones(3), "w": torch.ones(3)}, tmp_path / "one")
     for into in ({"a": {}, "w": torch.zeros(3)}, {"a": {}, "a.b": torch.zeros(3)}):
         assert checkpoint.load(tmp_path / "one", into=into) is into
+
+
+def test_many_that_are_empty_are_looked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights alone are loaded, beside the state of an optimizer that has none yet."""
+    count = 300
+    state = {"w": torch.ones(3), "state": {i: {"step": i} for i in range(count)}}
+    checkpoint.save(state, tmp_path / "one")
+    into = {"w": torch.zeros(3), "state": {i: dict[str, int]() for i in range(count)}}
+    named = 0
+
+    def counted(path: tuple[object, ...]) -> str:
+        nonlocal named
+        named += 1
+        return natural_name(path)
+
+    monkeypatch.setattr(saved_leaves, "natural_name", counted)
+    checkpoint.load(tmp_path / "one", into=into, only="w")
+    assert into["w"].all()  # type: ignore[attr-defined]
+    assert named < 20 * count

@@ -172,11 +172,14 @@ def test_unfinished_ones_are_removed_and_other_things_left_alone(tmp_path: Path)
     assert names(tmp_path) == {"step-6", "step-x", "step-07", "notes"}
 
 
+@pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("background", [False, True])
 def test_what_killed_saves_left_is_out_of_the_way_before_the_next_one_takes_room(
-    tmp_path: Path, background: bool
+    tmp_path: Path, background: bool, is_new: bool
 ) -> None:
-    checkpoint.Manager(tmp_path).save(1, state(1))
+    """Also of a process that was killed while this one was there."""
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(1, state(1))
     for name in ("step-5/0badc0de", "step-6/0badc0de"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "r0-0.safetensors").write_bytes(b"part of a file")
@@ -197,7 +200,7 @@ def test_what_killed_saves_left_is_out_of_the_way_before_the_next_one_takes_room
             manager.save(6, {"x": Source()})
 
     with pytest.raises(RuntimeError, match="gone"):
-        save(checkpoint.Manager(tmp_path))
+        save(checkpoint.Manager(tmp_path) if is_new else manager)
     assert found == [{"step-1", "step-6"}]
     assert names(tmp_path) == {"step-1", "step-6"}
     assert [entry.name for entry in (tmp_path / "step-6").iterdir()] == []

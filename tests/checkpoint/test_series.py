@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import aio
 import checkpoint
 import infinity
 from checkpoint import series
@@ -307,6 +310,63 @@ def test_a_step_stays_as_long_as_another_one_is_a_link_to_it(tmp_path: Path) -> 
     manager.path(50).unlink()
     manager.save(8, state(8))
     assert manager.steps() == [8]
+
+
+@pytest.mark.parametrize("copy", [4, 50])
+def test_a_copy_goes_before_the_step_whose_data_it_reads(
+    tmp_path: Path, stripes: list[Path], copy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it stayed as damage, where the removal ends between the two, or cannot remove the copy."""
+    manager = checkpoint.Manager(tmp_path / "run", stripes, keep=1)
+    manager.save(8, state(8))
+    shutil.copytree(manager.path(8), manager.path(copy))
+    removed: list[Path] = []
+
+    def failing(path: Path, *given: Any) -> bool:
+        removed.append(path)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoint.manager.remove_checkpoint", failing)
+        manager.save(9, state(9))
+    assert removed == [manager.path(copy)]
+    assert manager.steps() == sorted([8, 9, copy])
+    manager.save(10, state(10))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-10"]
+    assert all(len(list(stripe.iterdir())) == 1 for stripe in stripes)
+
+
+@pytest.mark.parametrize("copy", ["copy", "link", "damaged"])
+def test_a_step_stays_where_what_reads_its_data_cannot_be_read_for_a_moment(
+    tmp_path: Path, stripes: list[Path], copy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = checkpoint.Manager(tmp_path / "run", stripes)
+    saved.save(8, state(8))
+    manager = checkpoint.Manager(tmp_path / "run", stripes, keep=1, keep_every=50)
+    manifest = manager.path(50) / "manifest.json"
+    if copy == "link":
+        manager.path(50).symlink_to("step-8")
+    else:
+        shutil.copytree(manager.path(8), manager.path(50))
+    (tmp_path / "run" / "step-77").symlink_to("step-77")
+    whole = manifest.read_bytes()
+    if copy == "damaged":
+        manifest.write_bytes(b"{" + whole)
+    opened = aio.open_regular_file
+
+    def failing(path: Path, *, follow: bool = True) -> Any:
+        if path == manifest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, follow=follow)
+
+    with monkeypatch.context() as patch:
+        if copy != "damaged":
+            patch.setattr("aio.open_regular_file", failing)
+        manager.save(9, state(9))
+    if copy == "damaged":
+        manifest.write_bytes(whole)
+    assert manager.load(50)["step"] == 8
+    assert manager.steps() == [8, 9, 50]
 
 
 def _linked(source: str, to: str) -> None:
