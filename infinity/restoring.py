@@ -3,8 +3,8 @@ came from.
 
 Invariant: what is still to be done is a list, the agenda of ``Restoring``, and an entry leaves it
 when it is done. Every entry can be done again, and an error that is kept holds no buffer. So an
-interrupt costs a repetition and no parameter, and an error of one parameter leaves the others
-theirs.
+interrupt, or what else a handler of a signal raises, costs a repetition and no parameter, and an
+error of one parameter leaves the others theirs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from infinity.parameters.offloaded.placeholders import (
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
-from swap.interruptions.undo import Closing
+from swap.interruptions.undo import Closing, may_be_of_a_handler
 from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)
@@ -126,11 +126,16 @@ class Restoring:
             yield from (p for _, _, p in self._found_at_places(index) if p is not None)
 
     def _work_off(self, agenda: deque[Callable[[], object]]) -> None:
+        first: BaseException | None = None
         while agenda:
             try:
                 agenda[0]()
+                self._interrupt = self._interrupt or first
             except Exception as failure:  # of whatever kind: the rest is to be undone still
-                self._failures.append(let_go(failure))
+                if first is None and self._is_repeated(failure):
+                    first = let_go(failure)
+                    continue
+                self._failures.append(first or let_go(failure))
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 _log.warning(
@@ -141,6 +146,7 @@ class Restoring:
                 )
                 continue
             agenda.popleft()
+            first = None
 
     def _refuse_calls(self) -> None:
         """Of modules with parameters that came with values and have none now."""
@@ -244,6 +250,8 @@ class Restoring:
             if not record.is_partitioned and record.device.type != "meta":
                 self._missing[record.index] = record
             raise
+        if not data.is_meta and record.index not in self._state.unfinished:
+            self._missing.pop(record.index, None)  # a handler of a signal had raised before
 
     def _values_of(self, record: Record) -> torch.Tensor:
         """On the meta device if they cannot be had."""
@@ -294,15 +302,28 @@ class Restoring:
         if gradient is not None and gradient.device == restored.device:
             restored.grad = gradient
 
+    def _is_repeated(self, error: BaseException) -> bool:
+        """Not over ranks, where it is not known what the others have done of it."""
+        return self._rank_context.world_size == 1 and may_be_of_a_handler(error)
+
     def _insist(self, action: Callable[[], T]) -> T:
-        """What fails for a moment is no failure."""
+        """What fails for a moment is no failure, nor is what comes from outside of it, once."""
         failures: list[OSError] = []
-        for pause in self._pauses:
-            time.sleep(pause)
+        pauses, first = deque(self._pauses), None
+        while pauses:
             try:
-                return action()
-            except OSError as error:
+                time.sleep(pauses[0])
+                result = action()
+                self._interrupt = self._interrupt or first
+                return result
+            except Exception as error:
+                if first is None and self._is_repeated(error):
+                    first = let_go(error)
+                    continue
+                if not isinstance(error, OSError):
+                    raise
                 failures = [let_go(error)]
+            pauses.popleft()
         self._pauses = _PAUSES_SECONDS[:1]
         raise failures.pop()
 

@@ -2,8 +2,9 @@
 nobody closed.
 
 ``contextlib.ExitStack`` takes an entry off its list and then calls it; ``Undo`` calls it first, so
-an entry during or right after which an interrupt came is called again. Every entry can therefore be
-called twice, and the second call does what the first has left.
+an entry during or right after which an interrupt came is called again, and one that raised is once
+more where that may be what a handler of a signal raised. Every entry can therefore be called twice,
+and the second call does what the first has left.
 
 What is let go of goes anywhere: on any thread, at any line, with any lock held, in the place of a
 signal's handler. Closing takes locks and waits for threads. So C starts a thread there, which
@@ -77,20 +78,25 @@ class Undo:
             self._tell()
 
     def _run(self, cause: BaseException | None) -> None:
-        calls = 0
+        calls, first = 0, None
         while self._entries:
             now = self._failure or self._interrupt or cause
             calls += 1
             try:
                 self._entries[-1](*_details(now))
             except Exception as failure:  # of whatever kind: the rest is to be undone still
-                self._failure = behind(let_go(failure), now)
+                if first is None and may_be_of_a_handler(failure):
+                    first = let_go(failure)
+                    continue
+                first = first or let_go(failure)
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 if calls < _MAX_CALLS:
                     continue
             self._entries.pop()
-            calls = 0
+            if first is not None:
+                self._failure = behind(first, now)
+            calls, first = 0, None
 
     def _tell(self) -> None:
         """An error is told when it is on its way; one that an interrupt kept back is told later."""
@@ -106,6 +112,15 @@ class Undo:
             told.__context__ = context  # ``raise`` has set what is being handled here
             self._failure = self._interrupt = None
             del told  # its traceback leads to this frame
+
+
+def may_be_of_a_handler(error: BaseException) -> bool:
+    """Whether an error may have come from outside of the call that it was raised in, as an
+    interrupt does: what the handler of a signal raises (of a timeout, or that of a ``DataLoader``
+    whose worker died). Those of the system have an errno. What was called is called once more
+    then: an error of its own comes up again.
+    """
+    return not isinstance(error, OSError) or error.errno is None
 
 
 def _details(

@@ -23,6 +23,7 @@ than what has been used, which is gone when its turn comes again: each pass read
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def traffic_of(placement: Placement, *, backward_passes: int = 1) -> Traffic:
     trained = sum(unit.numel * unit.dtype.itemsize for unit in moving if unit.trainable)
     frozen = sum(unit.numel * unit.dtype.itemsize for unit in moving if not unit.trainable)
     if not backward_passes:
-        return Traffic(weights_read=trained + frozen)
+        return Traffic(weights_read=0 if _fits(placement) else trained + frozen)
     kept, kept_backwards = _kept_of(placement)
     state = placement.state_nvme_bytes - trained - frozen
     gradients = placement.gradient_nvme_bytes * backward_passes
@@ -91,6 +92,13 @@ def _kept_of(placement: Placement) -> tuple[int, int]:
         _kept(placement, order, on_nvme, room),
         _kept(placement, reversed(order), on_nvme, room),
     )
+
+
+def _fits(placement: Placement) -> bool:
+    """Whether all weights that are on NVMe, also in part, are kept from one pass to the next."""
+    on_nvme = {index for unit in placement.units_on_nvme for index in unit.parameters}
+    every = _kept(placement, sorted(on_nvme), on_nvme, sys.maxsize)
+    return _kept_of(placement)[0] == every
 
 
 def _kept(placement: Placement, order: Iterable[int], counted: Set[int], room: int) -> int:

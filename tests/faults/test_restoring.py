@@ -4,6 +4,7 @@ back, and what is missing can still be got at.
 
 import errno
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,12 @@ from torch import nn
 import infinity
 from aio import AioError
 from infinity import restoring
+from infinity.parameters.offloaded.becoming import become_plain
 from swap.interruptions.undo import close_gone
 from swap.storage.components import ComponentStore
 from swap.update.stages import Stages
 from tests.support.models import Stack, seeded, vector_loss
-from tests.support.training import least_budget, same_bits, values_of
+from tests.support.training import WHOLE, least_budget, same_bits, values_of
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +56,11 @@ def _disk(model: nn.Module, names: Callable[[str], bool], times: int) -> Iterato
         yield failed
 
 
-def _train(model: nn.Module, nvme: Path, at_the_end: Any = None) -> None:
-    least = least_budget(Stack, nvme)
-    with infinity.offload(model, nvme, host_memory=least) as offloaded:
+def _train(
+    model: nn.Module, nvme: Path, at_the_end: Any = None, host_memory: int | None = None
+) -> None:
+    host_memory = least_budget(Stack, nvme) if host_memory is None else host_memory
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
         for step in range(2):
             vector_loss(model, step).backward()
             offloaded.step()
@@ -180,3 +184,33 @@ def test_interrupt_while_parameters_are_restored_is_raised_when_all_are(
 def _differing(model: nn.Module, expected: dict[str, torch.Tensor]) -> set[str]:
     found = values_of(model)
     return {name for name, value in expected.items() if not same_bits(value, found[name])}
+
+
+@pytest.mark.parametrize("budget", ["least", "whole"])
+@pytest.mark.parametrize("nth", [1, 2, 7])
+@pytest.mark.parametrize("where", ["as values are read", "as they are given"])
+def test_what_a_handler_raises_at_the_end_costs_no_parameter(
+    where: str, nth: int, budget: str, tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    """That of a DataLoader raises RuntimeError when a worker dies, those of time limits what the
+    program likes.
+    """
+    model, calls = seeded(Stack), itertools.count(1)
+    inner = restoring.Restoring._read if "read" in where else become_plain
+
+    def call_and_be_interrupted(*arguments: Any) -> Any:
+        result = inner(*arguments)
+        if next(calls) == nth:
+            raise RuntimeError("a worker was killed")
+        return result
+
+    name = "infinity.restoring." + ("Restoring._read" if "read" in where else "become_plain")
+    host_memory = None if budget == "least" else WHOLE
+    with (
+        patch(name, call_and_be_interrupted),
+        pytest.raises(RuntimeError, match="a worker was killed") as caught,
+    ):
+        _train(model, tmp_path, host_memory=host_memory)
+    assert not isinstance(caught.value, infinity.RestoreError)
+    assert all(same_bits(values, trained[key]) for key, values in values_of(model).items())
+    vector_loss(model, 2).backward()

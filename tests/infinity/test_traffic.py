@@ -236,3 +236,26 @@ def test_passes_of_inference_read_nothing_where_memory_has_room_for_all_weights(
         assert gradient is not None
         assert parameter.grad is not None
         assert torch.equal(gradient, parameter.grad)
+
+
+def test_passes_of_inference_read_nothing_where_what_is_on_nvme_fits_where_it_is_computed_with(
+    nvme: Path,
+) -> None:
+    """The plan had all of it in each pass."""
+    weights = sum(p.numel() * p.element_size() for p in _trained().parameters())
+    least = least_budget(_trained, nvme, optimizer=None)
+    budgets = [least + weights * tenths // 10 for tenths in range(11)]
+    plans = [infinity.plan(_trained(), optimizer=None, host_memory=b) for b in budgets]
+    fitting = [b for b, p in zip(budgets, plans, strict=True) if not p.read_bytes_per_step]
+    model = seeded(_trained)
+    with infinity.offload(model, nvme, optimizer=None, host_memory=fitting[0]) as offloaded:
+        placement = offloaded._training.state.placement
+        assert any(not unit.always_on_host for unit in placement.units_on_nvme)
+        with torch.no_grad():
+            model(vectors(0))
+            offloaded.flush()
+            before = sum(offloaded._training.state.timeline.moved.values())
+            for number in range(3):
+                model(vectors(number))
+        assert sum(offloaded._training.state.timeline.moved.values()) == before > 0
+        assert offloaded.report().formula_read_bytes == 0

@@ -208,3 +208,31 @@ def test_closing_that_fails_keeps_no_other_from_being_closed(
     end()
     assert closed[-1] == 9
     assert module._left == set()
+
+
+def test_what_a_handler_raises_in_an_entry_costs_none_of_it_and_is_raised() -> None:
+    """As that of a DataLoader does when a worker dies: an error of any kind, and it comes once."""
+    left, steps = [3, 2, 1], iter([None, RuntimeError("a worker died")])
+
+    def undo_all() -> None:
+        while left:
+            if (error := next(steps, None)) is not None:
+                raise error
+            left.pop()
+
+    with pytest.raises(RuntimeError, match="a worker died"):
+        _leave(lambda *_: undo_all(), lambda *_: None)
+    assert left == []
+
+
+def test_entry_that_fails_is_called_once_more_and_its_first_error_raised() -> None:
+    failures = [OSError(5, "a disk"), ValueError("second"), ValueError("first")]
+
+    def fail(*_: object) -> None:
+        raise failures.pop()
+
+    with pytest.raises(ValueError, match="first"):
+        _leave(fail)
+    with pytest.raises(OSError, match="a disk"):
+        _leave(fail)
+    assert failures == []
