@@ -231,6 +231,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     activations.leave_alone(model.buffers())
     undo.enter_context(WithoutWeakReferences(model))
     training.attach(undo)
+    undo.callback(snapshots.end)
     give_back_freed_memory()  # which the model had its values in
     return OffloadedModel(training, snapshots)
 
