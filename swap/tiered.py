@@ -80,7 +80,7 @@ class TieredState:
         self.device = torch.device("cpu") if device is None else device.torch_device
         self._process = os.getpid()
         self.num_changes = 0  # grows before a step, or somebody who writes values, changes any
-        self._taking = threading.RLock()  # by who waits, too: a rule may ask us for values
+        self.changing = threading.RLock()  # who saves waits for it; a rule may, within
         self._takes_steps = True
         self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
         self._undo = Undo()
@@ -325,7 +325,7 @@ class TieredState:
             self.pipeline.join()  # what stopped it is raised by the next call, as ever
 
     def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
-        with self._taking:
+        with self.changing:
             if not self._takes_steps:
                 raise RuntimeError("the block of the model ends: no step is taken any more")
             self.num_changes += 1
@@ -349,7 +349,7 @@ class TieredState:
 
     def end_steps(self) -> None:
         """A step from now on, of whatever thread, is refused: values are about to be given out."""
-        with self._taking:
+        with self.changing:
             self._takes_steps = False
 
     def flush(self) -> None:
@@ -369,7 +369,7 @@ class TieredState:
 
     def wait_for_updates(self) -> None:
         """Wait until no update changes values any more, whatever it has come to."""
-        with self._taking:  # a step that another thread has begun is given to the pipeline first
+        with self.changing:  # a step that another thread has begun is given to the pipeline first
             pass
         # Gradients that are still to arrive could begin a speculative pass, which would not end.
         self._await_gradients()
