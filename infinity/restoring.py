@@ -103,10 +103,8 @@ class Restoring:
         self.gradients = gradients
 
     def before(self, steps: Callable[[], int], *waits: Callable[[], object]) -> None:
-        """What ``run`` is to do first; ``waits`` can be repeated, and ``steps`` were taken. No
-        other thread may begin one meanwhile: values would be of two moments.
-        """
-        self._first = deque([self._state.end_steps, *waits, self._finish_step])
+        """What ``run`` is to do first; ``waits`` can be repeated, and ``steps`` were taken."""
+        self._first = deque([*waits, self._finish_step])
         self._first += [partial(self._meet, steps), self._state.widen]
 
     def run(self) -> None:

@@ -1,6 +1,8 @@
 """A block that ends while other threads take steps and snapshots in it."""
 
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,12 @@ import pytest
 import torch
 
 import infinity
+from infinity.autograd.kept_views import KeptViews
+from infinity.autograd.residency import ModuleResidency
 from infinity.restoring import Restoring
 from infinity.snapshots import points
 from infinity.snapshots.moment import moment_of
+from infinity.training import Training
 from swap.tiered import TieredState
 from tests.support.adamw_model import backward, make_model
 from tests.support.training import least_budget, same_values, values_of
@@ -105,3 +110,52 @@ def test_a_snapshot_that_comes_when_the_block_ends_is_refused(
         with pytest.raises(RuntimeError, match="snapshots are nobody's any more"):
             taking.result()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_end_waits_for_a_step_that_another_thread_is_taking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that the step is about to count in is taken down before."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    taken, detach = Training._taken, ModuleResidency.detach
+    is_midway, order = threading.Event(), list[str]()
+
+    def taken_late(*arguments: Any) -> None:
+        is_midway.set()
+        time.sleep(0.3)
+        taken(*arguments)
+        order.append("taken")
+
+    def detached(residency: ModuleResidency) -> None:
+        order.append("detached")
+        detach(residency)
+
+    monkeypatch.setattr(Training, "_taken", taken_late)
+    monkeypatch.setattr(ModuleResidency, "detach", detached)
+    with ThreadPoolExecutor(1) as other:
+        with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+            backward(model, 0)
+            stepping = other.submit(offloaded.step)
+            is_midway.wait()
+        stepping.result()
+    assert order == ["taken", "detached"]
+
+
+def test_a_step_goes_on_where_another_thread_looks_for_views_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a block: the step was stopped midway, and the model had no values."""
+    now_alone = KeptViews._now_alone
+
+    def beside(views: KeptViews) -> int | None:
+        number = now_alone(views)
+        if sys._getframe(1).f_code is KeptViews.expire_outdated.__code__:
+            views._alone_from = None
+        return number
+
+    monkeypatch.setattr(KeptViews, "_now_alone", beside)
+    model = make_model()
+    with infinity.offload(model, tmp_path) as offloaded:
+        backward(model, 0)
+        offloaded.step()
+        offloaded.flush()
