@@ -231,6 +231,8 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     activations.leave_alone(model.buffers())
     undo.enter_context(WithoutWeakReferences(model))
     training.attach(undo)
+    undo.callback(snapshots.end)
+    undo.callback(state.end_steps)  # first of all: other threads may be in the midst of one
     give_back_freed_memory()  # which the model had its values in
     return OffloadedModel(training, snapshots)
 

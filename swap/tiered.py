@@ -79,9 +79,9 @@ class TieredState:
         """What weights are copied to; None where they are computed with in host memory."""
         self.device = torch.device("cpu") if device is None else device.torch_device
         self._process = os.getpid()
-        self.num_changes = 0
-        """Grows before a step or somebody who writes values changes any."""
-        self._taking = threading.RLock()  # by who waits, too: a rule may ask us for values
+        self.num_changes = 0  # grows before a step, or somebody who writes values, changes any
+        self.changing = threading.RLock()  # who saves waits for it; a rule may, within
+        self._takes_steps = True
         self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
         self._undo = Undo()
         self._after_close = after_close
@@ -105,7 +105,10 @@ class TieredState:
         self.engine: Engine | None = None
         self.extents: ExtentStore | None = None
         if placement.nvme_bytes:
-            self._open_files(directories, shares)
+            self.engine, self.extents = open_extents(
+                self._undo, directories, shares, verify=placement.verifies
+            )
+            self.extents.reserve(placement.nvme_bytes)
         self.slabs: dict[str, Slab] = {}
         for name, nbytes in slab_sizes(placement).items():
             self.slabs[name] = slab = slab_of(name, nbytes)
@@ -139,14 +142,6 @@ class TieredState:
         self.speculation = Speculation(self.layout, self.components, self.pipeline, overlap=overlap)
         self._overlap = overlap
         self._neighbours = neighbours(self.layout)
-
-    def _open_files(
-        self, directories: Sequence[str | os.PathLike[str]], shares: Sequence[float] | None
-    ) -> None:
-        self.engine, self.extents = open_extents(
-            self._undo, directories, shares, verify=self.placement.verifies
-        )
-        self.extents.reserve(self.placement.nvme_bytes)
 
     def _make_arena(self) -> Arena | None:
         slab = self.slabs.get("arena")
@@ -330,7 +325,9 @@ class TieredState:
             self.pipeline.join()  # what stopped it is raised by the next call, as ever
 
     def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
-        with self._taking:
+        with self.changing:
+            if not self._takes_steps:
+                raise RuntimeError("the block of the model ends: no step is taken any more")
             self.num_changes += 1
             small, moving = self.components.parted(step.touched(self.layout.subgroups))
             self.weights.schedule.end_cycle()
@@ -350,6 +347,11 @@ class TieredState:
                 surely(partial(self.weights.fail, failure))
                 raise surely(partial(self.mixture.stop_step, failure, changed)) from failure
 
+    def end_steps(self) -> None:
+        """A step from now on, of whatever thread, is refused: values are about to be given out."""
+        with self.changing:
+            self._takes_steps = False
+
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises
         it again. Raises ``MixedStateError`` where what there is is of no one moment.
@@ -367,7 +369,7 @@ class TieredState:
 
     def wait_for_updates(self) -> None:
         """Wait until no update changes values any more, whatever it has come to."""
-        with self._taking:  # a step that another thread has begun is given to the pipeline first
+        with self.changing:  # a step that another thread has begun is given to the pipeline first
             pass
         # Gradients that are still to arrive could begin a speculative pass, which would not end.
         self._await_gradients()

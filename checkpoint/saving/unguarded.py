@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,10 @@ def copied(
     groups = getattr(guard, "param_groups", None)
     if groups is None:  # it does not say what it changes
         return tuple(tensors)
-    held = {_storage(tensor) for tensor in _stepped(groups, getattr(guard, "state", {}))}
+    held: set[tuple[str, int]] = set()
+    for tensor in _stepped(groups, getattr(guard, "state", {})):
+        with suppress(RuntimeError):  # others' threads may have moved it elsewhere just now
+            held.add(_storage(tensor))
     return tuple(
         tensor._replace(source=_copy(tensor.source, copier))
         if _is_loose(tensor.source, held)

@@ -128,7 +128,8 @@ class KeptViews:
         """As ``expire``, and no use of one of these parameters gets the values from before any
         more: so does what other threads took of them since ``find``.
         """
-        if self._alone_from is None or self._now_alone() != self._alone_from + 1:
+        alone_from = self._alone_from  # once: other threads may look for views beside a step
+        if alone_from is None or self._now_alone() != alone_from + 1:
             self._find({*indices}, outdated=True)
         self.expire(indices)
 

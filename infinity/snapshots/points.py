@@ -58,6 +58,7 @@ class Snapshots:
         self._turn = threading.RLock()
         self._alone = threading.Lock()
         """Of threads that call at once."""
+        self._is_over = False
 
     def take(self, training: TrainingState, name: str, keep: int | None, extra: Any) -> Snapshot:
         """Take one; the step must be finished, and no other thread at work on the state.
@@ -197,6 +198,11 @@ class Snapshots:
         """What the call is within, which no other one of its thread is within: handlers of signals
         run in the middle of calls, and would wait for themselves.
         """
+        if self._is_over:
+            raise RuntimeError(
+                "the block of the model ends, and its snapshots are nobody's any more: take them, "
+                "and wait for threads that do, inside the `with` block"
+            )
         if self._alone.locked():
             raise RuntimeError(
                 "a call about snapshots of this thread is under way, and a handler of a signal (or "
@@ -283,10 +289,21 @@ class Snapshots:
                 folder,
             )
 
+    def end(self) -> None:
+        """The block ends: wait for the call that another thread is in; all later ones are refused.
+        Idempotent.
+        """
+        with self._turn:
+            self._is_over = True
+
     def close(self) -> None:
         """Give back what no snapshot needs, and let others have the folders. The files of the state
         must be closed. Idempotent; what cannot be given back is a warning.
         """
+        with self._turn:
+            self._close()
+
+    def _close(self) -> None:
         self._wait_pending()
         self._let_end()
         if not self._folders.is_held:

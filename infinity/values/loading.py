@@ -82,7 +82,8 @@ def load(
     """
     read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
     fits = partial(check_targets, Path(path).resolve(), relocation(stripe_dirs))
-    with training.state.mixture.changing(f"loading {path}") as change:
+    state = training.state
+    with state.changing, state.mixture.changing(f"loading {path}") as change:
         saved, extra, states = _of_one_save(
             training, path, partial(_replace, training, path, read, fits, change, begin, then)
         )
@@ -118,7 +119,8 @@ def load_from(
     """Load what ``read`` gives. ``path`` is what errors call it; ``fits`` raises ``ValueError`` for
     targets that it does not fit; ``begin`` is called when it does, before anything is changed.
     """
-    with training.state.mixture.changing(f"loading {path}") as change:
+    state = training.state
+    with state.changing, state.mixture.changing(f"loading {path}") as change:
         saved, extra, states = _replace(training, path, read, fits, change, begin, then)
     _set_module_states(training, saved, states)
     return extra
@@ -152,6 +154,7 @@ def _replace(
     try:
         extra, states = apart(ranks.coordinator, replace)
     finally:
+        training.state.num_changes += 1  # for saves that have begun meanwhile, and wait
         then()
     return saved, extra, states
 

@@ -100,18 +100,28 @@ class SpillWriter:
     def discard(self, segment: Segment) -> None:
         """Let the writes of ``segment`` end, whatever becomes of them: new values replace these."""
         for chunk in self._select(lambda other: other == segment):
-            chunk.operation.abandon()
-            self._remove(chunk)
+            self._end(chunk)
 
     def forget(self, parameters: Collection[int]) -> None:
         """The gradients of ``parameters`` are of no use any more. What has failed of them is not
         written again, and a disk that takes no writes keeps nobody from going on without them.
         """
         for chunk in self._select(lambda segment: segment.parameter in parameters):
-            chunk.is_wanted = False
+            self._give_up(chunk)
             if chunk.has_failed:
-                chunk.operation.abandon()
-                self._remove(chunk)
+                self._end(chunk)
+
+    def _give_up(self, chunk: _Chunk) -> Operation:
+        """From now on nobody writes it again; gives the last write of it."""
+        with self._lock:
+            chunk.is_wanted = False
+            return chunk.operation
+
+    def _end(self, chunk: _Chunk) -> None:
+        """Let the last write of ``chunk`` end, and go of it."""
+        operation = self._give_up(chunk)
+        operation.abandon()
+        self._remove(chunk, operation)
 
     def _wait(self, wanted: Callable[[Segment], bool]) -> None:
         outcomes = self._finish_all(wanted)
@@ -138,28 +148,31 @@ class SpillWriter:
         try:
             operation.result()
         except AioError as error:
-            if chunk.is_wanted:
-                self._write_again(chunk, operation)
+            if self._write_again(chunk, operation):
                 return error.with_traceback(None)
-        self._remove(chunk)
+        self._remove(chunk, operation)
         return None
 
-    def _write_again(self, chunk: _Chunk, failed: Operation) -> None:
+    def _write_again(self, chunk: _Chunk, failed: Operation) -> bool:
+        """Unless another thread has. False for what another one, or this, has given up."""
+
         def begin() -> None:
             chunk.has_failed = True
             chunk.operation = self._submit(chunk.segment, chunk.extent, chunk.start, chunk.values)
 
         with self._lock:
-            if chunk.operation is failed:
+            if chunk.is_wanted and chunk.operation is failed:
                 self._extents.run_drained(begin)
+            return chunk.is_wanted
 
     def _select(self, wanted: Callable[[Segment], bool]) -> list[_Chunk]:
         with self._lock:
             return [chunk for chunk in self._chunks if wanted(chunk.segment)]
 
-    def _remove(self, chunk: _Chunk) -> None:
+    def _remove(self, chunk: _Chunk, ended: Operation) -> None:
+        """When ``ended`` was its last write: what is under way is known, and waited for."""
         with self._lock:
-            if chunk in self._chunks:
+            if chunk in self._chunks and chunk.operation is ended:
                 self._chunks.remove(chunk)
 
     def _submit(

@@ -341,3 +341,28 @@ def test_a_copy_in_waves_of_which_one_stripe_has_no_thread_ends_the_save(
     assert not (tmp_path / "run").exists()
     monkeypatch.undo()
     checkpoint.save_async(state, tmp_path / "run", stripes, staging_bytes=1 << 20).result()
+
+
+class Elsewhere(torch.Tensor):
+    """One whose values are where its class gets them from."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise AssertionError("nobody asked for the values")
+
+
+class Here(torch.Tensor):
+    """One that torch answers for."""
+
+
+def test_a_parameter_whose_memory_goes_elsewhere_meanwhile_keeps_no_save_from_beginning(
+    tmp_path: Path,
+) -> None:
+    """As those of an offloaded model do where another thread computes: it was here just now."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight])
+    gone: Any = torch.Tensor._make_wrapper_subclass(Elsewhere, (3,))
+    gone.__class__ = Here
+    optimizer.param_groups[0]["params"].append(gone)
+    checkpoint.save_async({"weight": weight}, tmp_path / "step", guard=optimizer).result()
+    assert torch.equal(checkpoint.load(tmp_path / "step")["weight"], torch.ones(3))

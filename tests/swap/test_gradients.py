@@ -4,6 +4,7 @@ import errno
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio import AioError, Operation, Slab
+from swap.gradients.spill import SpillWriter
 from swap.gradients.store import GradientStore
 from swap.plan.layout import PIECE, Layout, pack
 from swap.storage.drives.directory import SwapDirectory
@@ -282,6 +284,34 @@ def test_writes_that_fail_of_gradients_that_were_given_up_are_told_to_nobody(
     rig.store.flush()
     assert rig.spill.used_bytes == 0
     rig.add(6, seed=7)
+    rig.check_all()
+
+
+def test_a_flush_beside_does_not_write_what_is_cleared_over_what_comes_after(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of the gradient before has failed, and another thread is about to repeat it."""
+    rig = make(eager=0.0)
+    rig.faults.arm("write", errno.EIO)
+    rig.store.add(3, random_values(1, SIZES[3]))
+    write_again, is_late = SpillWriter._write_again, threading.Event()
+    may_go_on = threading.Event()
+
+    def write_late(*arguments: Any) -> bool:
+        is_late.set()
+        assert may_go_on.wait(10)
+        return write_again(*arguments)
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(1) as other:
+        patched.setattr(SpillWriter, "_write_again", write_late)
+        flushing = other.submit(rig.store.flush)
+        assert is_late.wait(10)
+        rig.store.clear()
+        rig.add(3, seed=2)
+        rig.engine.carry_out_all()
+        may_go_on.set()
+        flushing.exception()  # it may be told of the write that has failed
+    rig.engine.carry_out_all()
     rig.check_all()
 
 

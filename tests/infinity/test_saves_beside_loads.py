@@ -1,0 +1,73 @@
+"""A save or snapshot of an offloaded model while another thread loads or restores."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from checkpoint import ChangedTensorError
+from infinity.values import loading
+from tests.support.adamw_model import backward, make_model
+from tests.support.training import least_budget, same_values, values_of
+
+
+@pytest.mark.parametrize("saved_by", ["save", "save behind", "snapshot"])
+@pytest.mark.parametrize("way", ["load", "restore"])
+def test_what_is_saved_as_another_thread_loads_is_of_one_moment(
+    way: str, saved_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All values are those that are loaded, and steps and options still those before."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    restore_scalars, is_midway = loading.restore_scalars, threading.Event()
+    is_saved = threading.Event()
+
+    def late(*arguments: Any) -> None:
+        is_midway.set()
+        is_saved.wait(0.5)  # not, where the save waits for this
+        restore_scalars(*arguments)
+
+    def save() -> None:
+        is_midway.wait()
+        if saved_by == "snapshot":
+            offloaded.snapshot("beside")
+        elif saved_by == "save":
+            offloaded.save(tmp_path / "beside")
+        else:
+            offloaded.save(tmp_path / "beside", block=False).result()
+
+    with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+        backward(model, 0)
+        offloaded.step()
+        offloaded.save(tmp_path / "first")
+        offloaded.snapshot("first")
+        for step in range(1, 3):
+            backward(model, step)
+            offloaded.step()
+        monkeypatch.setattr(loading, "restore_scalars", late)
+        with ThreadPoolExecutor(1) as other:
+            saving = other.submit(save)
+            saving.add_done_callback(lambda _: is_saved.set())
+            if way == "load":
+                offloaded.load(tmp_path / "first")
+            else:
+                offloaded.restore("first")
+            failure = saving.exception()
+        monkeypatch.undo()
+        backward(model, 3)
+        offloaded.step()
+        with offloaded.gathered():
+            expected = values_of(model)
+        if failure is None:
+            if saved_by == "snapshot":
+                offloaded.restore("beside")
+            else:
+                offloaded.load(tmp_path / "beside")
+            backward(model, 3)
+            offloaded.step()
+            with offloaded.gathered():
+                assert same_values(values_of(model), expected)
+        else:
+            assert isinstance(failure, ChangedTensorError)
