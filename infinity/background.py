@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from checkpoint import PendingSave
 
@@ -18,16 +19,21 @@ class BackgroundSaves:
         """Saves that failed behind the first one, and were logged and forgotten."""
 
     def add(self, save: PendingSave) -> None:
-        """A save that has been started."""
-        ended = [one for one in self._pending if one.done()]
+        """A save that has been started. Other threads may add theirs meanwhile, and a handler of a
+        signal: each is known from its first moment, and nobody takes it away but by itself.
+        """
+        self._pending.append(save)
+        ended = [one for one in [*self._pending] if one.done()]
         failed = [one for one in ended if one.is_unraised]
         kept = failed[:1] + [one for one in failed[1:] if one.is_untold]
-        self._num_others += len(failed) - len(kept)
-        self._pending = [*kept, *(one for one in self._pending if one not in ended), save]
+        for one in (one for one in ended if one not in kept):
+            with suppress(ValueError):  # or another has been here
+                self._pending.remove(one)
+                self._num_others += one in failed
 
     def wait_read(self) -> None:
         """Wait until values may change: every save has read them, or has failed."""
-        for save in self._pending:
+        for save in [*self._pending]:
             save.wait_staged()
 
     def wait_done(self) -> None:
@@ -37,7 +43,7 @@ class BackgroundSaves:
 
     def waits(self) -> list[Callable[[], object]]:
         """A wait for each save that may not have ended."""
-        return [save.wait_done for save in self._pending]
+        return [save.wait_done for save in [*self._pending]]
 
     def tell_at_end(self, kind: object, error: object, trace: object) -> None:
         """The end of a block, when all have ended: raises the error of one that failed and that

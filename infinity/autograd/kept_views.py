@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 import weakref
@@ -26,7 +25,7 @@ from infinity.parameters.offloaded.placeholders import (
 )
 from infinity.parameters.records import Record
 from swap.cache.owners import Held
-from swap.memory.uses import root_of
+from swap.memory.uses import known_tensors, root_of
 
 _log = logging.getLogger(__name__)
 _DATA: Any = torch.Tensor.data
@@ -92,9 +91,7 @@ class KeptViews:
     @unseen
     def _find(self, changing: Set[int], *, outdated: bool) -> None:
         held = self._held_of(changing, outdated)
-        if (
-            held
-        ):  # by a thread that has just read weights, perhaps, and only waits to let go of them
+        if held:  # by a thread that has just read weights, perhaps, and is to let go of them
             time.sleep(_MOMENT_SECONDS)
             held = self._held_of(changing, outdated)
         if held:
@@ -189,12 +186,10 @@ class _Found:
 
 def _views_over(held: Mapping[int, Held]) -> list[tuple[int, torch.Tensor]]:
     """(parameter, tensor of the program over its weights), of all that there are."""
-    gc.unfreeze()  # what a program froze is in no list
     with torch._C.DisableTorchFunctionSubclass():
-        tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
         return [
             (one.parameter, view)
-            for found in tensors
+            for found in known_tensors()
             if (one := held.get(_storage_of(found))) is not None
             and not is_ours(view := unwrapped(found))
             and root_of(view) != one.own

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from functools import partial
+from itertools import chain, compress, repeat, starmap
 from typing import Any
 
 import torch
@@ -41,3 +44,24 @@ def own_storage(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 _one = torch.empty(1, device="cpu")
 _USES_OF_ONE: int = torch._C._storage_Use_Count(_one.untyped_storage()._cdata)
 """What torch counts for a storage that one tensor refers to, and Python as it asks."""
+
+
+def known_tensors() -> list[torch.Tensor]:
+    """Every tensor that Python's collector knows, of any class. Undoes a ``gc.freeze()``.
+
+    A tuple that another thread is just making must not have a second reference when that goes on:
+    CPython ends it with a ``SystemError``. So the list of all objects, the two iterators over it
+    (what ``repeat`` gives) and the choice are one call into C, in which no other thread runs; and
+    none of them is in that list itself, or it would stay until the collector came.
+    """
+    classes = {id(torch.Tensor): torch.Tensor}  # by id: a class may define its own hash
+    for one in (found := [torch.Tensor]):
+        new = {id(each): each for each in type.__subclasses__(one) if id(each) not in classes}
+        classes |= new
+        found += new.values()
+    is_one = frozenset(classes).__contains__
+    gc.unfreeze()  # what a program froze is in no list
+    gc.collect(0)  # now, rather than in the midst of it, where finalizers let other threads run
+    lists = chain.from_iterable(map(repeat, starmap(gc.get_objects, [()]), (2,)))
+    ids = map(partial(map, id), map(partial(map, type), lists))
+    return list(chain.from_iterable(map(compress, lists, map(partial(map, is_one), ids))))

@@ -122,7 +122,7 @@ class UpdatePipeline:
     @property
     def unfinished(self) -> frozenset[int]:
         """Parameters that the stopped step left, in whole or in part, as they were before it."""
-        return frozenset(() if self._left is None else parts_of(self._left[1]))
+        return frozenset(parts_of(left[1]) if (left := self._left) else ())
 
     @property
     def is_idle(self) -> bool:
