@@ -63,11 +63,16 @@ class IntoPlan:
         return self.replace()
 
 
+_CONTAINERS = (dict, OrderedDict, list, tuple)
 _IN_MEMORY = (torch.Tensor, np.ndarray)
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""Are no sinks. There may be a million, and to ask for the members of a protocol is slow."""
 
 
 def is_target(value: object) -> bool:
     """Whether a leaf of a live tree takes tensor data."""
+    if type(value) in _PLAIN:
+        return False
     if isinstance(value, _IN_MEMORY):
         return True
     with outside():  # asking whether it has an attribute may call code of its own
@@ -199,9 +204,6 @@ def _tensors_of(value: Any, target: Target) -> Iterator[torch.Tensor]:
         yield value
     if isinstance(target, TensorTarget) and target.tensor is not value:
         yield target.tensor
-
-
-_CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def _items(tree: Any) -> list[tuple[object, Any]]:
@@ -380,8 +382,7 @@ def _copy(loaded: torch.Tensor, target: Target) -> Finish:
         if isinstance(target, TensorTarget):
             live = target.tensor
             with torch.no_grad():
-                # A negated tensor has no integer view; what is copied to it must be of its own
-                # dtype.
+                # A negated tensor has no integer view; what is copied to it must be of its dtype.
                 values = loaded if live.is_neg() else integer_view(loaded)
                 integer_view(live).copy_(values)
             return
