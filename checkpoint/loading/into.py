@@ -25,7 +25,7 @@ from checkpoint.loading.reading import TensorRead
 from checkpoint.loading.saved_leaves import SavedLeaves
 from checkpoint.outside import carrying, outside
 from checkpoint.plan.selection import Selection
-from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, view_of
+from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, comes_as, view_of
 from checkpoint.tensors.changes import count_changes
 from checkpoint.tensors.parts import Part, PartsTarget, part_of_view, targets_of
 from checkpoint.tensors.sources import (
@@ -302,7 +302,7 @@ def _target(
         dtype, shape = value.dtype, tuple(value.shape)
     comes = view.dtype
     if cast is not None and saved is None and view.dtype.is_floating_point:
-        comes = cast
+        comes = comes_as(f"what is saved for {where}", view.dtype, cast)
     if dtype != comes or shape != view.shape:
         converted = "" if comes == view.dtype else f", which comes as {comes}"
         raise ValueError(
