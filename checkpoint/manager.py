@@ -28,7 +28,6 @@ from aio import Engine
 from aio.process.absence import is_directory
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.generations import remove_checkpoint
-from checkpoint.directory.locate import is_finished
 from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
@@ -42,15 +41,7 @@ from checkpoint.ranks.turn import Turn, in_turn
 from checkpoint.saving.api import SaveRequest, save_on, start_save
 from checkpoint.saving.guard import Guard
 from checkpoint.saving.pending import PendingSave, is_being_saved
-from checkpoint.series import (
-    MAX_DIGITS,
-    Finished,
-    changed,
-    check_kept,
-    outdated,
-    step_path,
-    steps_in,
-)
+from checkpoint.series import Finished, changed, check_kept, outdated, step_path, steps_in
 from checkpoint.sheltered import Cancellation, sheltered
 from checkpoint.transfer.memory import KeptMemory, check_engine
 
@@ -102,15 +93,13 @@ class Manager:
         self._memory = KeptMemory()
         self._known = KnownManifests(Relocation(self._stripe_dirs))
         self._loads = WatchedLoads(self._known)
+        self._tried = set[int]()
+        """Unfinished steps that this save tried to remove: what is in the way was told."""
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be. Raises ValueError for what is no step."""
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r} is not a number of steps; give an int, 0 or more")
-        if step >= 10**MAX_DIGITS:
-            raise ValueError(f"step={step} has more than {MAX_DIGITS} digits")
         return step_path(self.root, step)
 
     def save(self, step: int, state: object) -> SaveInfo:
@@ -350,6 +339,10 @@ class Manager:
         has been read, nor those of which another rank knew that when it saved last. What cannot be
         removed is a warning. Of several ranks the first one removes, and nobody waits for it.
         """
+        self._tried.clear()
+        self._retire_on_first()
+
+    def _retire_on_first(self) -> None:
         if not self._ranks.rank:
             sheltered(self._retire, "checkpoint-retire")
 
@@ -357,11 +350,13 @@ class Manager:
         """Removes the other steps that killed saves left unfinished: the next save, of this one,
         would have no room where there is some for one more than is kept.
         """
+        self._tried.clear()
         with warned(self.root):
-            for other in self._found():
+            for other in steps_in(self.root) if is_directory(self.root) else ():
                 cancellation.check()
                 with warned(path := self.path(other)):
-                    if other != step and not path.is_symlink() and not is_finished(path):
+                    if other != step and self._known.is_unfinished(path):
+                        self._tried.add(other)
                         self._remove(other, None)
 
     def _retire(self, cancellation: Cancellation) -> None:
@@ -375,7 +370,8 @@ class Manager:
                 try:
                     manifest, since = self._known.check(path), changed(path)
                 except IncompleteCheckpointError:
-                    self._remove(step, None)
+                    if step not in self._tried:
+                        self._remove(step, None)
                 else:
                     finished.append(Finished(manifest.saved, step, manifest.uuid, since))
         if self._keep is None:
@@ -389,7 +385,7 @@ class Manager:
     def _retire_after_save(self) -> None:
         """The save itself is done, whatever becomes of old ones."""
         with warned(self.root):
-            self.retire()
+            self._retire_on_first()
 
     def _remove(self, step: int, uuid: str | None) -> bool:
         """Whether it is gone. Nothing is done to what another thread saves, which has its lock."""

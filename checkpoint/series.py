@@ -30,9 +30,9 @@ from checkpoint.format.rules import is_uuid
 
 logger = logging.getLogger(__name__)
 
-MAX_DIGITS = 19
+_MAX_DIGITS = 19
 """Of a step: nanoseconds since 1970 are one too."""
-_NAME = re.compile(rf"step-(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})")
+_NAME = re.compile(rf"step-(0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}})")
 _MAX_SAVES = 1024
 """So many saves of this process are remembered."""
 _TOLERANCE = 10**9
@@ -40,7 +40,11 @@ _TOLERANCE = 10**9
 
 
 def step_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is or would be."""
+    """Where the checkpoint of a step is or would be. Raises ValueError for what is no step."""
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step={step!r} is not a number of steps; give an int, 0 or more")
+    if step >= 10**_MAX_DIGITS:
+        raise ValueError(f"step={step} has more than {_MAX_DIGITS} digits")
     return root / f"step-{step}"
 
 

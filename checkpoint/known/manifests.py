@@ -11,8 +11,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.directory.locate import check_data_file, is_in_doubt, peek_saved, read_manifest
-from checkpoint.directory.relocation import AS_SAVED, Relocation
+from checkpoint.directory.locate import (
+    check_data_file,
+    is_finished,
+    is_in_doubt,
+    peek_saved,
+    read_manifest,
+)
+from checkpoint.directory.relocation import AS_SAVED, Relocation, may_be_directory
 from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.format.manifest import MANIFEST_NAME
 from checkpoint.format.records import Manifest
@@ -88,6 +94,15 @@ class KnownManifests:
             with suppress(OSError, CorruptCheckpointError, IncompleteCheckpointError):
                 return self.check(checkpoint).saved
         return saved
+
+    def is_unfinished(self, checkpoint: Path) -> bool:
+        """Whether there is a directory, and no link, to which no save has finished. One whose
+        manifest was valid before is not looked at: a killed save over it leaves that, and there may
+        be many on a file system where each look takes its time. Raises OSError.
+        """
+        if checkpoint in self._known or not may_be_directory(checkpoint):
+            return False
+        return not checkpoint.is_symlink() and not is_finished(checkpoint)
 
     def ordered(self, steps: Mapping[int, Path]) -> Listing:
         """Steps at paths, those first that do not say when they were saved, and then the last."""

@@ -25,7 +25,7 @@ from checkpoint.loading.reading import TensorRead
 from checkpoint.loading.saved_leaves import SavedLeaves
 from checkpoint.outside import carrying, outside
 from checkpoint.plan.selection import Selection
-from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, view_of
+from checkpoint.tensors.assembly import Assembler, TensorView, array_dtype, comes_as, view_of
 from checkpoint.tensors.changes import count_changes
 from checkpoint.tensors.parts import Part, PartsTarget, part_of_view, targets_of
 from checkpoint.tensors.sources import (
@@ -63,11 +63,16 @@ class IntoPlan:
         return self.replace()
 
 
+_CONTAINERS = (dict, OrderedDict, list, tuple)
 _IN_MEMORY = (torch.Tensor, np.ndarray)
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""Are no sinks. There may be a million, and to ask for the members of a protocol is slow."""
 
 
 def is_target(value: object) -> bool:
     """Whether a leaf of a live tree takes tensor data."""
+    if type(value) in _PLAIN:
+        return False
     if isinstance(value, _IN_MEMORY):
         return True
     with outside():  # asking whether it has an attribute may call code of its own
@@ -201,9 +206,6 @@ def _tensors_of(value: Any, target: Target) -> Iterator[torch.Tensor]:
         yield target.tensor
 
 
-_CONTAINERS = (dict, OrderedDict, list, tuple)
-
-
 def _items(tree: Any) -> list[tuple[object, Any]]:
     return list(tree.items() if isinstance(tree, dict) else enumerate(tree))
 
@@ -300,7 +302,7 @@ def _target(
         dtype, shape = value.dtype, tuple(value.shape)
     comes = view.dtype
     if cast is not None and saved is None and view.dtype.is_floating_point:
-        comes = cast
+        comes = comes_as(f"what is saved for {where}", view.dtype, cast)
     if dtype != comes or shape != view.shape:
         converted = "" if comes == view.dtype else f", which comes as {comes}"
         raise ValueError(
@@ -380,8 +382,7 @@ def _copy(loaded: torch.Tensor, target: Target) -> Finish:
         if isinstance(target, TensorTarget):
             live = target.tensor
             with torch.no_grad():
-                # A negated tensor has no integer view; what is copied to it must be of its own
-                # dtype.
+                # A negated tensor has no integer view; what is copied to it must be of its dtype.
                 values = loaded if live.is_neg() else integer_view(loaded)
                 integer_view(live).copy_(values)
             return

@@ -19,6 +19,7 @@ from checkpoint.format.tree import DataNode, data_nodes
 from checkpoint.loading.opened import OpenCheckpoint, open_current
 from checkpoint.plan.indexing import Index, indexed_box
 from checkpoint.tensors.assembly import TensorView, array_dtype, array_over, view_of
+from checkpoint.tensors.sources import integer_view
 
 
 def open_lazily(
@@ -296,7 +297,14 @@ class LazyTensor(_UnreadTensor, metaclass=_Named):
             array = array_over(self._node, values)[(*box.picks, ...)]
             return array.copy() if box.skips else array
         tensor = values[box.picks]
-        return tensor.clone() if box.skips else tensor
+        return _copied(tensor) if box.skips else tensor
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers: torch clones no tensor of int4, for one."""
+    copy = torch.empty_like(tensor)
+    integer_view(copy).copy_(integer_view(tensor))
+    return copy
 
 
 def _read(

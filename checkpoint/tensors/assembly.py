@@ -257,10 +257,7 @@ class Assembler:
         stored = self._manifest.tensors[index].element.torch
         first = self._seen_as.setdefault(self._memory_of(index), (dtype, is_converted))
         if is_converted and not converts(dtype, self._dtype):
-            raise ValueError(
-                f"{render(path)} is {dtype}, which torch does not convert to {self._dtype}; load "
-                "it without dtype="
-            )
+            raise _not_converted(render(path), dtype, self._dtype)
         is_mixed = first != (dtype, is_converted) and (first[1] or is_converted)
         if is_mixed or (is_converted and dtype != stored):
             raise ValueError(
@@ -346,6 +343,19 @@ def converts(dtype: torch.dtype, to: torch.dtype) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
+
+
+def comes_as(where: str, dtype: torch.dtype, to: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of another one come. Raises ValueError if torch has no way."""
+    if not converts(dtype, to):
+        raise _not_converted(where, dtype, to)
+    return to
+
+
+def _not_converted(where: str, dtype: torch.dtype, to: torch.dtype) -> ValueError:
+    return ValueError(
+        f"{where} is {dtype}, which torch does not convert to {to}; load it without dtype="
+    )
 
 
 def _typed(

@@ -123,6 +123,16 @@ def test_directories_that_cannot_be_used_are_refused_by_name(directory: Path) ->
         parse(directory, "--dir", f"{directory}/../ssd")
 
 
+@pytest.mark.parametrize("option", ["--dir", "--state", "--json", "--plot"])
+def test_empty_paths_are_refused(
+    directory: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """A variable of the shell that is not set is no wish for the current directory."""
+    with pytest.raises(SystemExit, match="2"):
+        parse(directory, option, "")
+    assert f"argument {option}: the path is empty" in capsys.readouterr().err
+
+
 def test_size_beyond_memory_is_refused_with_the_numbers(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import checkpoint
 from checkpoint.format.names import natural_name
+from checkpoint.loading import into as into_tree
 from checkpoint.loading import saved_leaves
 from tests.support.memory import folder_in_memory
 
@@ -178,3 +179,23 @@ def test_many_that_are_empty_are_looked_for_once(
     checkpoint.load(tmp_path / "one", into=into, only="w")
     assert into["w"].all()  # type: ignore[attr-defined]
     assert named < 20 * count
+
+
+def test_plain_values_are_not_asked_whether_they_are_sinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be a million of them, and each answer takes the time of a small tensor."""
+    values = [True, 1, 2.5, 1j, "text", b"bytes", None]
+    path = tmp_path / "plain"
+    checkpoint.save({"w": torch.ones(4), "values": values}, path)
+    asked = list[object]()
+
+    class Kind(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            asked.append(value)
+            return False
+
+    monkeypatch.setattr(into_tree, "ByteSink", Kind("Sink", (), {}))
+    into = {"w": torch.zeros(4), "values": [None] * len(values)}
+    assert checkpoint.load(path, into=into)["values"] == values
+    assert asked == []

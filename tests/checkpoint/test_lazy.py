@@ -149,6 +149,18 @@ def test_a_step_of_any_size_is_one(lazy: checkpoint.LazyCheckpoint) -> None:
     assert torch.equal(lazy["whole"][:: 1 << 70], STATE["whole"][:1])
 
 
+@pytest.mark.parametrize("name", ["int4", "uint1", "bits8", "complex64"])
+def test_a_step_through_what_torch_does_not_clone(tmp_path: Path, name: str) -> None:
+    dtype: torch.dtype = getattr(torch, name)
+    values = torch.arange(24 * dtype.itemsize, dtype=torch.uint8).view(dtype).reshape(4, 6)
+    checkpoint.save({"w": values}, tmp_path / "step")
+    with checkpoint.open(tmp_path / "step") as lazy:
+        found = lazy["w"][1:, ::2]
+    assert (found.dtype, found.shape) == (dtype, (3, 3))
+    expected = values.view(torch.uint8).reshape(4, 6, -1)[1:, ::2]
+    assert torch.equal(found.contiguous().view(torch.uint8).reshape(3, 3, -1), expected)
+
+
 def test_an_open_checkpoint_is_itself_alone(path: Path, lazy: checkpoint.LazyCheckpoint) -> None:
     with checkpoint.open(path) as other:
         assert lazy == lazy

@@ -213,6 +213,10 @@ def test_numbers_that_torch_does_not_convert_are_refused_by_their_path(tmp_path:
         checkpoint.load(tmp_path / "step", dtype=torch.float32)
     with pytest.raises(ValueError, match="does not convert"):
         checkpoint.load(tmp_path / "step", dtype=torch.float4_e2m1fn_x2)
+    into = {"a": torch.zeros(2), "b": torch.zeros(4)}
+    with pytest.raises(ValueError, match=r"into\['b'\] is torch.float4_e2m1fn_x2"):
+        checkpoint.load(tmp_path / "step", into=into, dtype=torch.float32)
+    assert into["a"].tolist() == [0.0, 0.0], "nothing is written before everything fits"
 
 
 def test_patterns_may_match_nothing_where_that_is_allowed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,3 +307,58 @@ def test_retiring_leaves_what_another_thread_begins_to_save_alone(
     manager.save(2, state(2))
     assert seen == [True, True]
     assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_cannot_be_removed_is_told_once_a_save(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    background: bool,
+) -> None:
+    left = tmp_path / "step-5" / "0badc0de"
+    left.mkdir(parents=True)
+    unlink = os.unlink
+
+    def refused(path: Any, **options: Any) -> None:
+        if path == "r0-0.safetensors":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        unlink(path, **options)
+
+    (left / "r0-0.safetensors").write_bytes(b"part of a file")
+    monkeypatch.setattr(os, "unlink", refused)
+    manager = checkpoint.Manager(tmp_path)
+    for step in (1, 2):
+        caplog.clear()
+        if background:
+            manager.save_async(step, state(step)).result()
+        else:
+            manager.save(step, state(step))
+        (told,) = (text for text in caplog.messages if "removed" in text)
+        assert f"{left.parent}: cannot be removed" in told
+    caplog.clear()
+    manager.retire()
+    assert len(caplog.messages) == 1, "who asks for it is told again"
+    monkeypatch.undo()
+    manager.retire()
+    assert names(tmp_path) == {"step-1", "step-2"}
+
+
+def test_steps_that_were_whole_are_not_looked_at_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller of `save_async` waits, and many steps on a network take as many answers of it."""
+    manager = checkpoint.Manager(tmp_path, keep=None)
+    for step in range(5):
+        manager.save(step, state(step))
+    looks = list[str]()
+    look = os.stat
+
+    def counted(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if threading.current_thread().name == "checkpoint-retire":
+            looks.append(os.fspath(path))
+        return look(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", counted)
+    manager.save_async(9, state(9)).result()
+    assert not [path for path in looks if "step-" in path]

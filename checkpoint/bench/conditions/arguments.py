@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what is saved, and where").add_argument
-    add("--dir", type=Path, action="append", help="a directory to write to, once per SSD")
+    add("--dir", type=_of(_path), action="append", help="a directory to write to, once per SSD")
     add("--stripes", type=_list(_count), metavar="LIST", help="over the first so many (all)")
     add("--size", type=_of(_size), metavar="SIZE", help="bytes of tensors (1GiB)")
     add(
@@ -133,7 +133,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="tensors of that size; `whole` for one tensor, `gpt` for those of a GPT (gpt)",
     )
-    add("--state", type=Path, metavar="PATH", help="shapes of a safetensors file or folder")
+    add("--state", type=_of(_path), metavar="PATH", help="shapes of a safetensors file or folder")
     add(
         "--compare",
         type=_list(_comparable),
@@ -173,8 +173,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="leave so much of every file system free (a twentieth of it)",
     )
-    add("--json", type=Path, nargs="?", const=STDOUT, metavar="FILE", help="results (to stdout)")
-    add("--plot", type=Path, metavar="FILE", help="a picture of them, such as results.png")
+    add("--json", type=_of(_path), nargs="?", const=STDOUT, metavar="FILE", help="results (stdout)")
+    add("--plot", type=_of(_path), metavar="FILE", help="a picture of them, such as results.png")
     add("--quiet", action="store_true", help="no progress")
 
 
@@ -195,6 +195,13 @@ def _list(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
         return list(dict.fromkeys(parse(word.strip()) for word in text.split(",")))
 
     return _of(values)
+
+
+def _path(text: str) -> Path:
+    """An empty one is a variable of the shell that is not set, and means nothing."""
+    if not text:
+        raise ValueError("the path is empty; give . for the current directory")
+    return Path(text)
 
 
 def _size(text: str) -> int:
