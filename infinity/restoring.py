@@ -37,7 +37,7 @@ from infinity.parameters.offloaded.placeholders import (
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
-from swap.interruptions.undo import Closing, may_be_of_a_handler
+from swap.interruptions.undo import Closing, behind, may_be_of_a_handler, told_of
 from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Restoring:
                 if first is None and self._is_repeated(failure):
                     first = let_go(failure)
                     continue
-                self._failures.append(first or let_go(failure))
+                self._failures.append(told_of(first, let_go(failure)))
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 _log.warning(
@@ -322,7 +322,7 @@ class Restoring:
                     continue
                 if not isinstance(error, OSError):
                     raise
-                failures = [let_go(error)]
+                failures = [behind(let_go(error), first)]
             pauses.popleft()
         self._pauses = _PAUSES_SECONDS[:1]
         raise failures.pop()

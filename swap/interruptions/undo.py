@@ -26,6 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 from aio.errors import let_go
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 Kind: TypeAlias = "type[BaseException] | None"
 Leave: TypeAlias = "Callable[[Kind, BaseException | None, TracebackType | None], object]"
 _MAX_CALLS = 100
@@ -78,25 +79,25 @@ class Undo:
             self._tell()
 
     def _run(self, cause: BaseException | None) -> None:
-        calls, first = 0, None
+        calls, before = 0, self._failure
+        first: BaseException | None = None
         while self._entries:
-            now = self._failure or self._interrupt or cause
+            now = before or self._interrupt or cause
             calls += 1
             try:
                 self._entries[-1](*_details(now))
             except Exception as failure:  # of whatever kind: the rest is to be undone still
+                # Kept at once: it may come this once, and an interrupt at the next step.
+                self._failure = behind(told_of(first, let_go(failure)), now)
                 if first is None and may_be_of_a_handler(failure):
-                    first = let_go(failure)
+                    first = self._failure
                     continue
-                first = first or let_go(failure)
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 if calls < _MAX_CALLS:
                     continue
             self._entries.pop()
-            if first is not None:
-                self._failure = behind(first, now)
-            calls, first = 0, None
+            calls, first, before = 0, None, self._failure
 
     def _tell(self) -> None:
         """An error is told when it is on its way; one that an interrupt kept back is told later."""
@@ -123,13 +124,22 @@ def may_be_of_a_handler(error: BaseException) -> bool:
     return not isinstance(error, OSError) or error.errno is None
 
 
+def told_of(first: BaseException | None, again: BaseException) -> BaseException:
+    """Of what a call and, if there was a ``first``, its repetition raised: the first, unless the
+    other is surely of the call itself. That is told then, with the first behind it.
+    """
+    if first is not None and may_be_of_a_handler(again):
+        return first
+    return behind(again, first)
+
+
 def _details(
     error: BaseException | None,
 ) -> tuple[Kind, BaseException | None, TracebackType | None]:
     return (None, None, None) if error is None else (type(error), error, error.__traceback__)
 
 
-def behind(error: BaseException, before: BaseException | None) -> BaseException:
+def behind(error: E, before: BaseException | None) -> E:
     """``error``, with ``before`` as the last of what it came after."""
     if before is not None:
         older = _chain(before)

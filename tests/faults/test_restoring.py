@@ -18,6 +18,7 @@ from torch import nn
 import infinity
 from aio import AioError
 from infinity import restoring
+from infinity.autograd.lost_values import refuse_calls
 from infinity.parameters.offloaded.becoming import become_plain
 from swap.interruptions.undo import close_gone
 from swap.storage.components import ComponentStore
@@ -214,3 +215,51 @@ def test_what_a_handler_raises_at_the_end_costs_no_parameter(
     assert not isinstance(caught.value, infinity.RestoreError)
     assert all(same_bits(values, trained[key]) for key, values in values_of(model).items())
     vector_loss(model, 2).backward()
+
+
+def test_what_a_handler_raises_behind_missing_values_costs_no_retry(
+    tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    """The error that keeps the values is raised, and that of the handler is behind it."""
+    model, calls = seeded(Stack), itertools.count()
+    inner = refuse_calls
+
+    def call_and_be_interrupted(*arguments: Any) -> Any:
+        result = inner(*arguments)
+        if next(calls) == 0:
+            raise TimeoutError("no time left")
+        return result
+
+    with (
+        _disk(model, {"layers.2.weight"}.__contains__, times=1000),
+        patch("infinity.restoring.refuse_calls", call_and_be_interrupted),
+        pytest.raises(infinity.RestoreError, match="no bytes today") as caught,
+    ):
+        _train(model, tmp_path)
+    assert str(caught.value.__context__) == "no time left"
+    caught.value.retry()
+    assert _differing(model, trained) == set()
+
+
+def test_error_of_the_disk_behind_that_of_a_handler_is_what_is_told(
+    tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    model, calls = seeded(Stack), itertools.count()
+    inner = restoring.Restoring._read
+
+    def read_and_be_interrupted(*arguments: Any) -> Any:
+        if next(calls) == 0:
+            raise TimeoutError("no time left")
+        return inner(*arguments)
+
+    with (
+        _disk(model, lambda name: True, times=1000),
+        patch("infinity.restoring.Restoring._read", read_and_be_interrupted),
+        pytest.raises(infinity.RestoreError, match="no bytes today") as caught,
+    ):
+        _train(model, tmp_path)
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert [str(cause), str(cause.__context__)] == ["no bytes today", "no time left"]
+    caught.value.retry()
+    assert _differing(model, trained) == set()

@@ -3,6 +3,7 @@
 import _thread
 import gc
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from swap.interruptions import undo as module
 from swap.interruptions.undo import Closing, Leave, Undo, close_gone
-from tests.support.interrupts import interrupt, interrupt_behind_call
+from tests.support.interrupts import interrupt, interrupt_at_instruction, interrupt_behind_call
 from tests.support.proof import matrix
 
 
@@ -236,3 +237,42 @@ def test_entry_that_fails_is_called_once_more_and_its_first_error_raised() -> No
     with pytest.raises(OSError, match="a disk"):
         _leave(fail)
     assert failures == []
+
+
+def test_error_of_the_call_itself_is_raised_and_what_a_handler_raised_before_is_behind_it() -> None:
+    failures = [OSError(5, "a disk"), RuntimeError("a worker died")]
+
+    def fail(*_: object) -> None:
+        raise failures.pop()
+
+    with pytest.raises(OSError, match="a disk") as caught:
+        _leave(fail, error=ValueError("of the block"))
+    handlers = caught.value.__context__
+    assert handlers is not None
+    assert [str(handlers), str(handlers.__context__)] == ["a worker died", "of the block"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, partial(OSError, 5)])
+def test_interrupt_costs_no_error_that_an_entry_raises_once(
+    kind: Callable[[str], Exception],
+) -> None:
+    for number in range(20):
+        left, raised, undo = [kind("kept")], list[BaseException](), Undo()
+        undo.push(partial(_raise_of, left))
+        close = partial(_note, undo.close, raised)
+        interrupt_at_instruction(close, number)
+        close()  # for an interrupt before its first step, or behind its last
+        assert any("kept" in str(told) for one in raised for told in (one, one.__context__))
+        assert left == []
+
+
+def _raise_of(left: list[Exception], *_: object) -> None:
+    if left:
+        raise left.pop()
+
+
+def _note(action: Callable[[], object], raised: list[BaseException]) -> None:
+    try:
+        action()
+    except BaseException as error:
+        raised.append(error)
