@@ -98,6 +98,22 @@ def is_no_room(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
+def may_be_of_a_handler(error: BaseException) -> bool:
+    """Whether an error may have come from outside of the call that it was raised in, as an
+    interrupt does: what the handler of a signal raises (of a timeout, or that of a `DataLoader`
+    whose worker died). Those of the system have an errno. What was called may be called once more
+    then: an error of its own comes up again.
+    """
+    return not isinstance(error, OSError) or error.errno is None
+
+
+def own_errno(error: OSError) -> int:
+    """Of an error of a call itself; raises what the handler of a signal has raised in its midst."""
+    if may_be_of_a_handler(error):
+        raise error
+    return error.errno or errno_codes.EIO
+
+
 def check_int(name: str, value: object) -> int:
     """An argument that is a whole number, as one of Python: those of numpy have so many bits and no
     more, and what is counted with them comes out wrong. TypeError for what is none.

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from aio.errors import let_go
+from aio.errors import let_go, may_be_of_a_handler
 from aio.process.threads import Latch
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import RestoreError, alive, listed, refuse_calls
@@ -37,7 +37,7 @@ from infinity.parameters.offloaded.placeholders import (
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
-from swap.interruptions.undo import Closing, behind, may_be_of_a_handler, told_of
+from swap.interruptions.undo import Closing, behind, told_of
 from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)

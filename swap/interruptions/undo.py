@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
-from aio.errors import let_go
+from aio.errors import let_go, may_be_of_a_handler
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -113,15 +113,6 @@ class Undo:
             told.__context__ = context  # ``raise`` has set what is being handled here
             self._failure = self._interrupt = None
             del told  # its traceback leads to this frame
-
-
-def may_be_of_a_handler(error: BaseException) -> bool:
-    """Whether an error may have come from outside of the call that it was raised in, as an
-    interrupt does: what the handler of a signal raises (of a timeout, or that of a ``DataLoader``
-    whose worker died). Those of the system have an errno. What was called is called once more
-    then: an error of its own comes up again.
-    """
-    return not isinstance(error, OSError) or error.errno is None
 
 
 def told_of(first: BaseException | None, again: BaseException) -> BaseException:
