@@ -189,7 +189,7 @@ def _differing(model: nn.Module, expected: dict[str, torch.Tensor]) -> set[str]:
 
 @pytest.mark.parametrize("budget", ["least", "whole"])
 @pytest.mark.parametrize("nth", [1, 2, 7])
-@pytest.mark.parametrize("where", ["as values are read", "as they are given"])
+@pytest.mark.parametrize("where", ["Restoring._read", "Restoring._insist", "become_plain"])
 def test_what_a_handler_raises_at_the_end_costs_no_parameter(
     where: str, nth: int, budget: str, tmp_path: Path, trained: dict[str, torch.Tensor]
 ) -> None:
@@ -197,7 +197,7 @@ def test_what_a_handler_raises_at_the_end_costs_no_parameter(
     program likes.
     """
     model, calls = seeded(Stack), itertools.count(1)
-    inner = restoring.Restoring._read if "read" in where else become_plain
+    inner = getattr(restoring.Restoring, where.removeprefix("Restoring."), become_plain)
 
     def call_and_be_interrupted(*arguments: Any) -> Any:
         result = inner(*arguments)
@@ -205,10 +205,9 @@ def test_what_a_handler_raises_at_the_end_costs_no_parameter(
             raise RuntimeError("a worker was killed")
         return result
 
-    name = "infinity.restoring." + ("Restoring._read" if "read" in where else "become_plain")
     host_memory = None if budget == "least" else WHOLE
     with (
-        patch(name, call_and_be_interrupted),
+        patch(f"infinity.restoring.{where}", call_and_be_interrupted),
         pytest.raises(RuntimeError, match="a worker was killed") as caught,
     ):
         _train(model, tmp_path, host_memory=host_memory)
@@ -262,4 +261,25 @@ def test_error_of_the_disk_behind_that_of_a_handler_is_what_is_told(
     assert cause is not None
     assert [str(cause), str(cause.__context__)] == ["no bytes today", "no time left"]
     caught.value.retry()
+    assert _differing(model, trained) == set()
+
+
+def test_handler_that_raises_several_times_at_the_end_costs_no_parameter(
+    tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    """As that of a DataLoader does when all of its workers die."""
+    model, calls = seeded(Stack), itertools.count()
+    inner = restoring.Restoring._insist
+
+    def call_and_be_interrupted(*arguments: Any) -> Any:
+        result = inner(*arguments)
+        if (number := next(calls)) in range(4, 7):
+            raise RuntimeError(f"worker {number} was killed")
+        return result
+
+    with (
+        patch("infinity.restoring.Restoring._insist", call_and_be_interrupted),
+        pytest.raises(RuntimeError, match="worker 4 was killed"),
+    ):
+        _train(model, tmp_path)
     assert _differing(model, trained) == set()
