@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from aio.errors import let_go, may_be_of_a_handler
+from aio.errors import let_go, may_be_repeated
 from aio.process.threads import Latch
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import RestoreError, alive, listed, refuse_calls
@@ -45,8 +45,6 @@ _log = logging.getLogger(__name__)
 _PAUSES_SECONDS = (0.0, 0.05, 0.25)
 """Before each try to read; the first failure that outlasts all of them is the last that is waited
 for."""
-_MAX_REPEATS = 3
-"""Of an entry: what comes each time does not come from a handler of a signal."""
 T = TypeVar("T")
 
 
@@ -310,8 +308,8 @@ class Restoring:
         """Whether the entry is done again, as a handler of a signal may have raised this. Not over
         ranks, where it is not known what the others have done of it.
         """
-        may_be = len(self._repeated) < _MAX_REPEATS and may_be_of_a_handler(error)
-        return may_be and self._rank_context.world_size == 1
+        is_alone = self._rank_context.world_size == 1
+        return is_alone and may_be_repeated(error, len(self._repeated))
 
     def _told(self, failure: Exception) -> BaseException:
         return told_of(next(iter(self._repeated), None), let_go(failure))

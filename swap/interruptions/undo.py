@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
-from aio.errors import let_go, may_be_of_a_handler
+from aio.errors import let_go, may_be_of_a_handler, may_be_repeated
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -79,7 +79,7 @@ class Undo:
             self._tell()
 
     def _run(self, cause: BaseException | None) -> None:
-        calls, before = 0, self._failure
+        calls, times, before = 0, 0, self._failure
         first: BaseException | None = None
         while self._entries:
             now = before or self._interrupt or cause
@@ -89,15 +89,15 @@ class Undo:
             except Exception as failure:  # of whatever kind: the rest is to be undone still
                 # Kept at once: it may come this once, and an interrupt at the next step.
                 self._failure = behind(told_of(first, let_go(failure)), now)
-                if first is None and may_be_of_a_handler(failure):
-                    first = self._failure
+                if may_be_repeated(failure, times):
+                    times, first = times + 1, first or self._failure
                     continue
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 if calls < _MAX_CALLS:
                     continue
             self._entries.pop()
-            calls, first, before = 0, None, self._failure
+            calls, times, first, before = 0, 0, None, self._failure
 
     def _tell(self) -> None:
         """An error is told when it is on its way; one that an interrupt kept back is told later."""

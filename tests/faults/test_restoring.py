@@ -5,6 +5,7 @@ back, and what is missing can still be got at.
 import errno
 import gc
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -264,22 +265,31 @@ def test_error_of_the_disk_behind_that_of_a_handler_is_what_is_told(
     assert _differing(model, trained) == set()
 
 
-def test_handler_that_raises_several_times_at_the_end_costs_no_parameter(
-    tmp_path: Path, trained: dict[str, torch.Tensor]
+@pytest.mark.parametrize("where", ["Restoring._insist", "Restoring._refuse_calls"])
+def test_handler_that_raises_again_and_again_at_the_end_costs_no_parameter(
+    where: str, tmp_path: Path, trained: dict[str, torch.Tensor]
 ) -> None:
     """As that of a DataLoader does when all of its workers die."""
     model, calls = seeded(Stack), itertools.count()
-    inner = restoring.Restoring._insist
+    inner = getattr(restoring.Restoring, where.removeprefix("Restoring."))
+
+    def raise_error(number: int, frame: object) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "killed")
 
     def call_and_be_interrupted(*arguments: Any) -> Any:
         result = inner(*arguments)
-        if (number := next(calls)) in range(4, 7):
-            raise RuntimeError(f"worker {number} was killed")
+        if next(calls) < 20:
+            signal.raise_signal(signal.SIGUSR1)
         return result
 
-    with (
-        patch("infinity.restoring.Restoring._insist", call_and_be_interrupted),
-        pytest.raises(RuntimeError, match="worker 4 was killed"),
-    ):
-        _train(model, tmp_path)
+    before = signal.signal(signal.SIGUSR1, raise_error)
+    try:
+        with (
+            patch(f"infinity.restoring.{where}", call_and_be_interrupted),
+            pytest.raises(TimeoutError, match="killed"),
+        ):
+            _train(model, tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert next(calls) > 20
     assert _differing(model, trained) == set()

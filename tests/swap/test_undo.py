@@ -2,6 +2,7 @@
 
 import _thread
 import gc
+import signal
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -237,6 +238,41 @@ def test_entry_that_fails_is_called_once_more_and_its_first_error_raised() -> No
     with pytest.raises(OSError, match="a disk"):
         _leave(fail)
     assert failures == []
+
+
+class _Handler:
+    """What programs install for a signal."""
+
+    def raise_error(self, number: int, frame: object) -> None:
+        raise RuntimeError("a worker died")
+
+    def __call__(self, number: int, frame: object) -> None:
+        raise RuntimeError("a worker died")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [_Handler(), _Handler().raise_error, partial(_Handler.raise_error, _Handler())],
+    ids=["object", "method", "partial"],
+)
+def test_handler_that_raises_again_and_again_costs_none_of_an_entry(
+    handler: Callable[[int, object], None],
+) -> None:
+    """As that of a DataLoader does when all of its workers die."""
+    left = list(range(20))
+
+    def undo_all() -> None:
+        while left:
+            left.pop()
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="a worker died"):
+            _leave(lambda *_: undo_all())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert left == []
 
 
 def test_error_of_the_call_itself_is_raised_and_what_a_handler_raised_before_is_behind_it() -> None:
