@@ -107,7 +107,9 @@ def may_be_repeated(error: BaseException, times: int) -> bool:
     handler of a signal may have. One that surely has may come again and again (that of a
     `DataLoader` does for each worker that dies); an error of the call itself comes up again.
     """
-    return times < (_MAX_HANDLERS if _is_of_a_handler(error) else 1) and may_be_of_a_handler(error)
+    if not times:
+        return may_be_of_a_handler(error)
+    return times < _MAX_HANDLERS and _is_of_a_handler(error)
 
 
 def may_be_of_a_handler(error: BaseException) -> bool:

@@ -75,7 +75,12 @@ class Undo:
         try:
             self._run(error)
         finally:
-            self._run(error)  # the rest, if an interrupt came between two entries
+            for _ in range(_MAX_CALLS):
+                try:
+                    self._run(error)  # the rest, if an interrupt came between two entries
+                    break
+                except BaseException as interrupt:  # another one
+                    self._interrupt = self._interrupt or let_go(interrupt)
             self._tell()
 
     def _run(self, cause: BaseException | None) -> None:

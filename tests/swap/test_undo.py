@@ -101,6 +101,22 @@ def test_interrupt_gives_way_to_an_error_that_an_entry_raised(is_first: bool) ->
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
 
 
+def test_interrupts_between_entries_that_come_again_and_again_cost_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, coming, run = Work(Undo(), 3), [KeyboardInterrupt()] * 5, Undo._run
+
+    def run_and_be_interrupted(self: Undo, cause: BaseException | None) -> None:
+        if coming:
+            raise coming.pop()
+        run(self, cause)
+
+    monkeypatch.setattr(Undo, "_run", run_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        work.undo.close()
+    assert work.left == []
+
+
 def test_entry_that_ends_in_an_interrupt_each_time_is_given_up() -> None:
     calls: list[None] = []
 
