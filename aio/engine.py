@@ -11,7 +11,7 @@ from aio._core import Core
 from aio._native import ffi, lib
 from aio.backends import Backend, Limits, MemoryBackend, start
 from aio.errors import check_int, check_path
-from aio.files import File
+from aio.files import MAX_OFFSET, File
 from aio.opening import MODES, Mode, warn_buffered
 from aio.operation import Operation, Request
 from aio.process.descriptors import Descriptor
@@ -144,7 +144,7 @@ class Engine:
             size = check_int("size", size)
         if mode not in MODES:
             raise ValueError(f'mode={mode!r} is not one of "r", "r+", "w" and "x"')
-        if size is not None and (mode == "r" or size < 0):
+        if size is not None and (mode == "r" or not 0 <= size <= MAX_OFFSET):
             raise ValueError(f'size={size} cannot be reserved in {path} with mode "{mode}"')
         file = File(self._core, Path(path), mode)
         try:

@@ -4,13 +4,17 @@ of another type.
 
 import errno as errno_codes
 import os
+import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import index
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
+_MAX_HANDLERS = 100
+"""What comes more often comes each time."""
 _NO_ROOM = (errno_codes.ENOSPC, errno_codes.EDQUOT, errno_codes.EFBIG)
 
 
@@ -96,6 +100,47 @@ def is_no_room(error: BaseException) -> bool:
     Other places may have room, and so may this one when something of it is given back.
     """
     return isinstance(error, OSError) and error.errno in _NO_ROOM
+
+
+def may_be_repeated(error: BaseException, times: int) -> bool:
+    """Whether to call once more what has raised this, and was called again so many times: the
+    handler of a signal may have. One that surely has may come again and again (that of a
+    `DataLoader` does for each worker that dies); an error of the call itself comes up again.
+    """
+    if not times:
+        return may_be_of_a_handler(error)
+    return times < _MAX_HANDLERS and _is_of_a_handler(error)
+
+
+def may_be_of_a_handler(error: BaseException) -> bool:
+    """Whether an error may have come from outside of the call that it was raised in, as an
+    interrupt does: what the handler of a signal raises (of a timeout, or that of a `DataLoader`
+    whose worker died). Those of the system have an errno.
+    """
+    return not isinstance(error, OSError) or error.errno is None or _is_of_a_handler(error)
+
+
+def _is_of_a_handler(error: BaseException) -> bool:
+    """Whether one that is installed now is where it came from."""
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
+
+
+def _code_of(handler: object) -> object:
+    while isinstance(handler, partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    if not hasattr(function, "__code__") and callable(handler):
+        function = type(handler).__call__
+    return getattr(function, "__code__", None)
+
+
+def own_errno(error: OSError) -> int:
+    """Of an error of a call itself; raises what the handler of a signal has raised in its midst."""
+    if may_be_of_a_handler(error):
+        raise error
+    return error.errno or errno_codes.EIO
 
 
 def check_int(name: str, value: object) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aio._native import ffi, lib
-from aio.errors import AioError, check_int, check_path, naming
+from aio.errors import AioError, check_int, check_path, naming, own_errno
 from aio.opening import Direct, Mode, Opening, warn_unreserved
 from aio.process.descriptors import Descriptor
 from aio.process.threads import LOOK_SECONDS, Changes, Latch
@@ -292,7 +292,7 @@ class File:
                     os.fsync(self._fd)
                     return
                 except OSError as error:
-                    self._sync_errno = error.errno or errno.EIO
+                    self._sync_errno = own_errno(error)
         raise AioError(
             f"cannot sync {self.path}: {os.strerror(self._sync_errno)}; what was written to it may"
             " be lost, write it again to another file",
@@ -397,4 +397,4 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         except OSError as error:
             name = os.fspath(path)
             message = f"cannot sync directory {name}: {error.strerror}"
-            raise AioError(message, errno=error.errno or errno.EIO, filename=name) from error
+            raise AioError(message, errno=own_errno(error), filename=name) from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from aio._native import ffi, lib
-from aio.errors import NotRegularFileError, naming
+from aio.errors import NotRegularFileError, may_be_of_a_handler, naming
 from aio.process.descriptors import Descriptor
 
 logger = logging.getLogger(__name__)
@@ -215,8 +215,11 @@ def _open_direct(fd: int, path: Path, access: int) -> Direct:
         return Direct(None, 1, 1, f"open with O_DIRECT failed: {refused.strerror}")
     # Small files and mixed edges go through this descriptor a page at a time. Read-ahead would
     # only bring in pages that direct writes then have to throw out again.
-    with contextlib.suppress(OSError):  # it is no more than advice
+    try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    except OSError as refusal:  # it is no more than advice
+        if may_be_of_a_handler(refusal):
+            raise
     if not alignment.known:
         return Direct(direct, _ASSUMED_ALIGNMENT, _ASSUMED_ALIGNMENT, "")
     return Direct(direct, alignment.memory, alignment.offset, "")

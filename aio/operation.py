@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from aio.errors import AioError, check_seconds, transfer_error
 from aio.process import unasked
-from aio.process.threads import say
+from aio.process.threads import is_main_thread, say
 
 if TYPE_CHECKING:
     from typing import Any, TypeAlias
@@ -138,15 +138,24 @@ class Ticket:
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
+        interrupt: BaseException | None = None
         while True:
             try:
                 callback = self._callbacks.pop(0)  # by one thread only, whoever comes first
             except IndexError:
-                return
+                break
             try:
                 callback()
-            except BaseException:  # a thread that reaps for everybody must not end with one caller
-                say(logger.exception, "a callback of the %s raised", self.describe())
+            except BaseException as error:  # who reaps for everybody must not end with one caller
+                if is_main_thread() and not isinstance(error, Exception):
+                    interrupt = interrupt or error  # of the program, which is to end
+                else:
+                    say(logger.exception, "a callback of the %s raised", self.describe())
+        if interrupt is not None:
+            try:
+                raise interrupt
+            finally:
+                del interrupt  # its traceback leads to this frame
 
     def describe(self) -> str:
         return f"{self.kind} of {self.nbytes} bytes at offset {self.offset} of {self.file.path}"
@@ -214,7 +223,8 @@ class Operation:
         """Calls `callback(self)` once the transfer has ended; at once if it has.
 
         It runs on the engine's reaper thread (or, if at once, on this one): keep it short, every
-        other completion waits for it. What it raises is logged.
+        other completion waits for it. What it raises is logged, but for Ctrl-C and SystemExit on
+        the main thread.
         """
         self._ticket.add_callback(lambda: _ignore(callback(self)))
 

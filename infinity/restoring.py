@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from aio.errors import let_go
+from aio.errors import let_go, may_be_repeated
 from aio.process.threads import Latch
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import RestoreError, alive, listed, refuse_calls
@@ -37,7 +37,7 @@ from infinity.parameters.offloaded.placeholders import (
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
-from swap.interruptions.undo import Closing, may_be_of_a_handler
+from swap.interruptions.undo import Closing, told_of
 from swap.tiered import TieredState
 
 _log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Restoring:
         """Those that parameters came with; what is in here is given back with the values."""
         self._failures: list[BaseException] = []
         self._interrupt: BaseException | None = None
+        self._repeated: list[BaseException] = []  # what the entry has raised that is done again
         self._pauses: Sequence[float] = _PAUSES_SECONDS
         self._is_partitioned = False
         self._is_told = False
@@ -126,16 +127,15 @@ class Restoring:
             yield from (p for _, _, p in self._found_at_places(index) if p is not None)
 
     def _work_off(self, agenda: deque[Callable[[], object]]) -> None:
-        first: BaseException | None = None
         while agenda:
             try:
                 agenda[0]()
-                self._interrupt = self._interrupt or first
+                self._interrupt = self._interrupt or next(iter(self._repeated), None)
             except Exception as failure:  # of whatever kind: the rest is to be undone still
-                if first is None and self._is_repeated(failure):
-                    first = let_go(failure)
+                if self._is_repeated(failure):
+                    self._repeated.append(let_go(failure))
                     continue
-                self._failures.append(first or let_go(failure))
+                self._failures.append(self._told(failure))
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 _log.warning(
@@ -145,8 +145,8 @@ class Restoring:
                     len(self._now),
                 )
                 continue
+            self._repeated.clear()
             agenda.popleft()
-            first = None
 
     def _refuse_calls(self) -> None:
         """Of modules with parameters that came with values and have none now."""
@@ -270,7 +270,9 @@ class Restoring:
         except RankFailedError as failure:
             self._failures.append(let_go(failure))
         except Exception as failure:  # of whatever kind: the other parameters come first
-            self._failures.append(let_go(failure))
+            if self._is_repeated(failure):
+                raise
+            self._failures.append(self._told(failure))
             if record.is_partitioned:  # the others wait for the part that this rank keeps
                 self._rank_context.leave(failure)
             else:
@@ -303,27 +305,26 @@ class Restoring:
             restored.grad = gradient
 
     def _is_repeated(self, error: BaseException) -> bool:
-        """Not over ranks, where it is not known what the others have done of it."""
-        return self._rank_context.world_size == 1 and may_be_of_a_handler(error)
+        """Whether the entry is done again, as a handler of a signal may have raised this. Not over
+        ranks, where it is not known what the others have done of it.
+        """
+        is_alone = self._rank_context.world_size == 1
+        return is_alone and may_be_repeated(error, len(self._repeated))
+
+    def _told(self, failure: Exception) -> BaseException:
+        return told_of(next(iter(self._repeated), None), let_go(failure))
 
     def _insist(self, action: Callable[[], T]) -> T:
-        """What fails for a moment is no failure, nor is what comes from outside of it, once."""
+        """What fails for a moment is no failure."""
         failures: list[OSError] = []
-        pauses, first = deque(self._pauses), None
-        while pauses:
+        for pause in self._pauses:
+            time.sleep(pause)
             try:
-                time.sleep(pauses[0])
-                result = action()
-                self._interrupt = self._interrupt or first
-                return result
-            except Exception as error:
-                if first is None and self._is_repeated(error):
-                    first = let_go(error)
-                    continue
-                if not isinstance(error, OSError):
+                return action()
+            except OSError as error:
+                if self._is_repeated(error):
                     raise
                 failures = [let_go(error)]
-            pauses.popleft()
         self._pauses = _PAUSES_SECONDS[:1]
         raise failures.pop()
 

@@ -346,6 +346,11 @@ def join_thread(thread: Thread) -> None:
         threading.Thread.join(thread)
 
 
+def is_main_thread() -> bool:
+    """Where handlers of signals run, for which no other thread waits."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def say(log: Callable[..., None], *args: object) -> None:
     """Logs on a thread that others wait for, which must not end with a logging handler.
 
@@ -356,7 +361,7 @@ def say(log: Callable[..., None], *args: object) -> None:
         log(*args)
     except BaseException as error:
         thread = threading.current_thread()
-        if thread is threading.main_thread():
+        if is_main_thread():
             raise
         with contextlib.suppress(BaseException):  # the hook is the program's own as well
             threading.excepthook(

@@ -23,9 +23,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
-from aio.errors import let_go
+from aio.errors import let_go, may_be_of_a_handler, may_be_repeated
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 Kind: TypeAlias = "type[BaseException] | None"
 Leave: TypeAlias = "Callable[[Kind, BaseException | None, TracebackType | None], object]"
 _MAX_CALLS = 100
@@ -74,29 +75,34 @@ class Undo:
         try:
             self._run(error)
         finally:
-            self._run(error)  # the rest, if an interrupt came between two entries
+            for _ in range(_MAX_CALLS):
+                try:
+                    self._run(error)  # the rest, if an interrupt came between two entries
+                    break
+                except BaseException as interrupt:  # another one
+                    self._interrupt = self._interrupt or let_go(interrupt)
             self._tell()
 
     def _run(self, cause: BaseException | None) -> None:
-        calls, first = 0, None
+        calls, times, before = 0, 0, self._failure
+        first: BaseException | None = None
         while self._entries:
-            now = self._failure or self._interrupt or cause
+            now = before or self._interrupt or cause
             calls += 1
             try:
                 self._entries[-1](*_details(now))
             except Exception as failure:  # of whatever kind: the rest is to be undone still
-                if first is None and may_be_of_a_handler(failure):
-                    first = let_go(failure)
+                # Kept at once: it may come this once, and an interrupt at the next step.
+                self._failure = behind(told_of(first, let_go(failure)), now)
+                if may_be_repeated(failure, times):
+                    times, first = times + 1, first or self._failure
                     continue
-                first = first or let_go(failure)
             except BaseException as interrupt:
                 self._interrupt = self._interrupt or let_go(interrupt)
                 if calls < _MAX_CALLS:
                     continue
             self._entries.pop()
-            if first is not None:
-                self._failure = behind(first, now)
-            calls, first = 0, None
+            calls, times, first, before = 0, 0, None, self._failure
 
     def _tell(self) -> None:
         """An error is told when it is on its way; one that an interrupt kept back is told later."""
@@ -114,13 +120,13 @@ class Undo:
             del told  # its traceback leads to this frame
 
 
-def may_be_of_a_handler(error: BaseException) -> bool:
-    """Whether an error may have come from outside of the call that it was raised in, as an
-    interrupt does: what the handler of a signal raises (of a timeout, or that of a ``DataLoader``
-    whose worker died). Those of the system have an errno. What was called is called once more
-    then: an error of its own comes up again.
+def told_of(first: BaseException | None, again: BaseException) -> BaseException:
+    """Of what a call and, if there was a ``first``, its repetition raised: the first, unless the
+    other is surely of the call itself. That is told then, with the first behind it.
     """
-    return not isinstance(error, OSError) or error.errno is None
+    if first is not None and may_be_of_a_handler(again):
+        return first
+    return behind(again, first)
 
 
 def _details(
@@ -129,7 +135,7 @@ def _details(
     return (None, None, None) if error is None else (type(error), error, error.__traceback__)
 
 
-def behind(error: BaseException, before: BaseException | None) -> BaseException:
+def behind(error: E, before: BaseException | None) -> E:
     """``error``, with ``before`` as the last of what it came after."""
     if before is not None:
         older = _chain(before)

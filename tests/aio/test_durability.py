@@ -37,6 +37,22 @@ class TestDurability:
                 assert caught.value.errno == errno.EIO
                 assert caught.value.filename == str(tmp_path / "data")
 
+    def test_what_a_handler_raises_in_a_sync_is_no_error_of_the_disk(
+        self, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That of a time limit is an OSError as a rule: `TimeoutError`."""
+
+        def interrupted(fd: int) -> None:
+            raise TimeoutError("no time left")
+
+        with plain.open(tmp_path / "data", "w") as file:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", interrupted)
+                for sync in (file.sync, lambda: sync_directory(tmp_path)):
+                    with pytest.raises(TimeoutError, match="no time left"):
+                        sync()
+            file.sync()
+
     def test_sync_directory_of_a_missing_one_raises_file_not_found(self, tmp_path: Path) -> None:
         sync_directory(tmp_path)
         with pytest.raises(FileNotFoundError):

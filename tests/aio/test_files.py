@@ -68,7 +68,7 @@ class TestOpen:
         with plain.open(make_file(2 * MIB), "r+", size=MIB) as file:
             assert file.size() == 2 * MIB
 
-    @pytest.mark.parametrize(("mode", "size"), [("r", 10), ("w", -1)])
+    @pytest.mark.parametrize(("mode", "size"), [("r", 10), ("w", -1), ("w", 1 << 63)])
     def test_size_that_cannot_be_is_refused(
         self, plain: Engine, make_file: Callable[..., Path], mode: Literal["r", "w"], size: int
     ) -> None:

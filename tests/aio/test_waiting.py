@@ -103,22 +103,45 @@ class TestWaiting:
 
     def test_callback_that_raises_is_logged_and_the_others_run(
         self,
-        engine: Engine,
+        gated: Engine,
+        gate: Gate,
         make_file: Callable[..., Path],
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         ran = threading.Event()
-        with engine.open(make_file(100)) as file:
-            operation = engine.read(file, 0, bytearray(100))
+        with gated.open(make_file(100)) as file:
+            operation = gated.read(file, 0, bytearray(100))
             operation.add_done_callback(lambda _: 1 / 0)
             operation.add_done_callback(lambda _: sys.exit())
             operation.add_done_callback(lambda _: ran.set())
+            gate.open()
             assert ran.wait(timeout=60)
             assert operation.result() == 100
-            assert engine.read(file, 0, bytearray(100)).result() == 100
+            assert gated.read(file, 0, bytearray(100)).result() == 100
         assert len(caplog.records) == 2
         for record in caplog.records:
             assert "a callback of the read of 100 bytes at offset 0" in record.getMessage()
+
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+    def test_interrupt_in_a_callback_on_the_main_thread_is_raised(
+        self,
+        kind: type[BaseException],
+        engine: Engine,
+        make_file: Callable[..., Path],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def interrupted(_: Operation) -> None:
+            raise kind
+
+        with engine.open(make_file(100)) as file:
+            operation = engine.read(file, 0, bytearray(100))
+            operation.result()
+            while engine._core._in_flight:  # or the reaper thread may still come first
+                pass
+            with pytest.raises(kind):
+                operation.add_done_callback(interrupted)
+            operation.add_done_callback(lambda _: 1 / 0)
+        assert len(caplog.records) == 1
 
     def test_error_that_nobody_asks_for_is_logged_once_a_file(
         self,

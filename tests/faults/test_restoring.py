@@ -5,6 +5,7 @@ back, and what is missing can still be got at.
 import errno
 import gc
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 import infinity
 from aio import AioError
 from infinity import restoring
+from infinity.autograd.lost_values import refuse_calls
 from infinity.parameters.offloaded.becoming import become_plain
 from swap.interruptions.undo import close_gone
 from swap.storage.components import ComponentStore
@@ -188,7 +190,7 @@ def _differing(model: nn.Module, expected: dict[str, torch.Tensor]) -> set[str]:
 
 @pytest.mark.parametrize("budget", ["least", "whole"])
 @pytest.mark.parametrize("nth", [1, 2, 7])
-@pytest.mark.parametrize("where", ["as values are read", "as they are given"])
+@pytest.mark.parametrize("where", ["Restoring._read", "Restoring._insist", "become_plain"])
 def test_what_a_handler_raises_at_the_end_costs_no_parameter(
     where: str, nth: int, budget: str, tmp_path: Path, trained: dict[str, torch.Tensor]
 ) -> None:
@@ -196,7 +198,7 @@ def test_what_a_handler_raises_at_the_end_costs_no_parameter(
     program likes.
     """
     model, calls = seeded(Stack), itertools.count(1)
-    inner = restoring.Restoring._read if "read" in where else become_plain
+    inner = getattr(restoring.Restoring, where.removeprefix("Restoring."), become_plain)
 
     def call_and_be_interrupted(*arguments: Any) -> Any:
         result = inner(*arguments)
@@ -204,13 +206,90 @@ def test_what_a_handler_raises_at_the_end_costs_no_parameter(
             raise RuntimeError("a worker was killed")
         return result
 
-    name = "infinity.restoring." + ("Restoring._read" if "read" in where else "become_plain")
     host_memory = None if budget == "least" else WHOLE
     with (
-        patch(name, call_and_be_interrupted),
+        patch(f"infinity.restoring.{where}", call_and_be_interrupted),
         pytest.raises(RuntimeError, match="a worker was killed") as caught,
     ):
         _train(model, tmp_path, host_memory=host_memory)
     assert not isinstance(caught.value, infinity.RestoreError)
     assert all(same_bits(values, trained[key]) for key, values in values_of(model).items())
     vector_loss(model, 2).backward()
+
+
+def test_what_a_handler_raises_behind_missing_values_costs_no_retry(
+    tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    """The error that keeps the values is raised, and that of the handler is behind it."""
+    model, calls = seeded(Stack), itertools.count()
+    inner = refuse_calls
+
+    def call_and_be_interrupted(*arguments: Any) -> Any:
+        result = inner(*arguments)
+        if next(calls) == 0:
+            raise TimeoutError("no time left")
+        return result
+
+    with (
+        _disk(model, {"layers.2.weight"}.__contains__, times=1000),
+        patch("infinity.restoring.refuse_calls", call_and_be_interrupted),
+        pytest.raises(infinity.RestoreError, match="no bytes today") as caught,
+    ):
+        _train(model, tmp_path)
+    assert str(caught.value.__context__) == "no time left"
+    caught.value.retry()
+    assert _differing(model, trained) == set()
+
+
+def test_error_of_the_disk_behind_that_of_a_handler_is_what_is_told(
+    tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    model, calls = seeded(Stack), itertools.count()
+    inner = restoring.Restoring._read
+
+    def read_and_be_interrupted(*arguments: Any) -> Any:
+        if next(calls) == 0:
+            raise TimeoutError("no time left")
+        return inner(*arguments)
+
+    with (
+        _disk(model, lambda name: True, times=1000),
+        patch("infinity.restoring.Restoring._read", read_and_be_interrupted),
+        pytest.raises(infinity.RestoreError, match="no bytes today") as caught,
+    ):
+        _train(model, tmp_path)
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert [str(cause), str(cause.__context__)] == ["no bytes today", "no time left"]
+    caught.value.retry()
+    assert _differing(model, trained) == set()
+
+
+@pytest.mark.parametrize("where", ["Restoring._insist", "Restoring._refuse_calls"])
+def test_handler_that_raises_again_and_again_at_the_end_costs_no_parameter(
+    where: str, tmp_path: Path, trained: dict[str, torch.Tensor]
+) -> None:
+    """As that of a DataLoader does when all of its workers die."""
+    model, calls = seeded(Stack), itertools.count()
+    inner = getattr(restoring.Restoring, where.removeprefix("Restoring."))
+
+    def raise_error(number: int, frame: object) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "killed")
+
+    def call_and_be_interrupted(*arguments: Any) -> Any:
+        result = inner(*arguments)
+        if next(calls) < 20:
+            signal.raise_signal(signal.SIGUSR1)
+        return result
+
+    before = signal.signal(signal.SIGUSR1, raise_error)
+    try:
+        with (
+            patch(f"infinity.restoring.{where}", call_and_be_interrupted),
+            pytest.raises(TimeoutError, match="killed"),
+        ):
+            _train(model, tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert next(calls) > 20
+    assert _differing(model, trained) == set()

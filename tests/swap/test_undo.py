@@ -2,7 +2,9 @@
 
 import _thread
 import gc
+import signal
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from swap.interruptions import undo as module
 from swap.interruptions.undo import Closing, Leave, Undo, close_gone
-from tests.support.interrupts import interrupt, interrupt_behind_call
+from tests.support.interrupts import interrupt, interrupt_at_instruction, interrupt_behind_call
 from tests.support.proof import matrix
 
 
@@ -97,6 +99,22 @@ def test_interrupt_gives_way_to_an_error_that_an_entry_raised(is_first: bool) ->
     with pytest.raises(OSError, match="no") as caught:
         _leave(*entries)
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
+
+
+def test_interrupts_between_entries_that_come_again_and_again_cost_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, coming, run = Work(Undo(), 3), [KeyboardInterrupt()] * 5, Undo._run
+
+    def run_and_be_interrupted(self: Undo, cause: BaseException | None) -> None:
+        if coming:
+            raise coming.pop()
+        run(self, cause)
+
+    monkeypatch.setattr(Undo, "_run", run_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        work.undo.close()
+    assert work.left == []
 
 
 def test_entry_that_ends_in_an_interrupt_each_time_is_given_up() -> None:
@@ -236,3 +254,77 @@ def test_entry_that_fails_is_called_once_more_and_its_first_error_raised() -> No
     with pytest.raises(OSError, match="a disk"):
         _leave(fail)
     assert failures == []
+
+
+class _Handler:
+    """What programs install for a signal."""
+
+    def raise_error(self, number: int, frame: object) -> None:
+        raise RuntimeError("a worker died")
+
+    def __call__(self, number: int, frame: object) -> None:
+        raise RuntimeError("a worker died")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [_Handler(), _Handler().raise_error, partial(_Handler.raise_error, _Handler())],
+    ids=["object", "method", "partial"],
+)
+def test_handler_that_raises_again_and_again_costs_none_of_an_entry(
+    handler: Callable[[int, object], None],
+) -> None:
+    """As that of a DataLoader does when all of its workers die."""
+    left = list(range(20))
+
+    def undo_all() -> None:
+        while left:
+            left.pop()
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="a worker died"):
+            _leave(lambda *_: undo_all())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert left == []
+
+
+def test_error_of_the_call_itself_is_raised_and_what_a_handler_raised_before_is_behind_it() -> None:
+    failures = [OSError(5, "a disk"), RuntimeError("a worker died")]
+
+    def fail(*_: object) -> None:
+        raise failures.pop()
+
+    with pytest.raises(OSError, match="a disk") as caught:
+        _leave(fail, error=ValueError("of the block"))
+    handlers = caught.value.__context__
+    assert handlers is not None
+    assert [str(handlers), str(handlers.__context__)] == ["a worker died", "of the block"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, partial(OSError, 5)])
+def test_interrupt_costs_no_error_that_an_entry_raises_once(
+    kind: Callable[[str], Exception],
+) -> None:
+    for number in range(20):
+        left, raised, undo = [kind("kept")], list[BaseException](), Undo()
+        undo.push(partial(_raise_of, left))
+        close = partial(_note, undo.close, raised)
+        interrupt_at_instruction(close, number)
+        close()  # for an interrupt before its first step, or behind its last
+        assert any("kept" in str(told) for one in raised for told in (one, one.__context__))
+        assert left == []
+
+
+def _raise_of(left: list[Exception], *_: object) -> None:
+    if left:
+        raise left.pop()
+
+
+def _note(action: Callable[[], object], raised: list[BaseException]) -> None:
+    try:
+        action()
+    except BaseException as error:
+        raised.append(error)
