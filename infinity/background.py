@@ -1,11 +1,15 @@
-"""Saves of a model that run in the background, and what has to wait for them."""
+"""Saves of a model, in the background or on other threads, and what has to wait for them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from checkpoint import PendingSave
+
+T = TypeVar("T")
 
 
 class BackgroundSaves:
@@ -15,8 +19,37 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._pending: list[PendingSave] = []
+        self._turns: list[tuple[threading.Lock, int]] = []  # of calls, and on which threads
+        self._is_over = False
         self._num_others = 0
         """Saves that failed behind the first one, and were logged and forgotten."""
+
+    def before_end(self, call: Callable[[], T]) -> T:
+        """What ``call`` gives, which the end of the block waits for; it is to ``check_open``."""
+        own = (turn := threading.Lock(), threading.get_ident())
+        with turn:
+            try:
+                self._turns.append(own)
+                return call()
+            finally:
+                with suppress(ValueError):  # an interrupt came before it was there
+                    self._turns.remove(own)
+
+    def check_open(self) -> None:
+        """Raises ``RuntimeError`` where the block ends."""
+        if self._is_over:
+            raise RuntimeError(
+                "the block of the model ends, and what is in it cannot be saved any more: save it, "
+                "and wait for threads that do, inside the `with` block"
+            )
+
+    def end(self) -> None:
+        """The block ends: wait for calls of other threads; later ones are refused. Idempotent."""
+        self._is_over = True  # who does not see that has its turn among these
+        for turn, thread in [*self._turns]:
+            if thread != threading.get_ident():
+                with turn:
+                    pass
 
     def add(self, save: PendingSave) -> None:
         """A save that has been started. Other threads may add theirs meanwhile, and a handler of a
