@@ -158,6 +158,7 @@ class Training:
                 "the model was offloaded with optimizer=None, which is for inference; pass "
                 "infinity.AdamW(...) or a factory to take steps"
             )
+        self.saves.wait_read()  # also of those that hooks of this very step have begun
         self.check_unchanged()
         self.loans.check_none("step()")
         self.gradients.check_unused()

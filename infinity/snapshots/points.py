@@ -184,7 +184,7 @@ class Snapshots:
             try:
                 if not block:
                     self._saves.append(PointSave(name, point, save_behind(*to)))
-                    training.saves.add(self._saves[-1].pending)
+                    training.saves.add(self._saves[-1].pending, is_of_now=False)
                     return self._saves[-1].pending
             except BaseException:
                 point.close()
