@@ -1,27 +1,64 @@
-"""Saves of a model that run in the background, and what has to wait for them."""
+"""Saves of a model, in the background or on other threads, and what has to wait for them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from checkpoint import PendingSave
+
+T = TypeVar("T")
 
 
 class BackgroundSaves:
     """They read values where they are kept: whatever changes values there waits until they have
-    been read. Steps do so by themselves, as the guard of the save.
+    been read. The hooks of a step do so, too, as the guard of each save that began before.
     """
 
     def __init__(self) -> None:
         self._pending: list[PendingSave] = []
+        self._of_now: list[PendingSave] = []  # those of what a step is to change
+        self._turns: list[tuple[threading.Lock, int]] = []  # of calls, and on which threads
+        self._is_over = False
         self._num_others = 0
         """Saves that failed behind the first one, and were logged and forgotten."""
 
-    def add(self, save: PendingSave) -> None:
+    def before_end(self, call: Callable[[], T]) -> T:
+        """What ``call`` gives, which the end of the block waits for; it is to ``check_open``."""
+        own = (turn := threading.Lock(), threading.get_ident())
+        with turn:
+            try:
+                self._turns.append(own)
+                return call()
+            finally:
+                with suppress(ValueError):  # an interrupt came before it was there
+                    self._turns.remove(own)
+
+    def check_open(self) -> None:
+        """Raises ``RuntimeError`` where the block ends."""
+        if self._is_over:
+            raise RuntimeError(
+                "the block of the model ends, and what is in it cannot be saved any more: save it, "
+                "and wait for threads that do, inside the `with` block"
+            )
+
+    def end(self) -> None:
+        """The block ends: wait for calls of other threads; later ones are refused. Idempotent."""
+        self._is_over = True  # who does not see that has its turn among these
+        for turn, thread in [*self._turns]:
+            if thread != threading.get_ident():
+                with turn:
+                    pass
+
+    def add(self, save: PendingSave, *, is_of_now: bool = True) -> None:
         """A save that has been started. Other threads may add theirs meanwhile, and a handler of a
-        signal: each is known from its first moment, and nobody takes it away but by itself.
+        signal: each is known from its first moment, and nobody takes it away but by itself. What
+        is not ``is_of_now`` reads a snapshot, which never changes.
         """
+        if is_of_now:
+            self._of_now.append(save)
         self._pending.append(save)
         ended = [one for one in [*self._pending] if one.done()]
         failed = [one for one in ended if one.is_unraised]
@@ -30,11 +67,14 @@ class BackgroundSaves:
             with suppress(ValueError):  # or another has been here
                 self._pending.remove(one)
                 self._num_others += one in failed
+                self._of_now.remove(one)
 
     def wait_read(self) -> None:
         """Wait until values may change: every save has read them, or has failed."""
-        for save in [*self._pending]:
+        for save in [*self._of_now]:
             save.wait_staged()
+            with suppress(ValueError):
+                self._of_now.remove(save)
 
     def wait_done(self) -> None:
         """Wait until every save has ended."""

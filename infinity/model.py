@@ -209,10 +209,7 @@ class OffloadedModel:
         self._training.rank_context.meet(SAVE, max(self._training.steps))
         self._training.state.flush()
         how = persistence.How(block=block, stripe_dirs=stripe_dirs, only_trainable=only_trainable)
-        outcome = persistence.save(self._training, path, extra, how)
-        if not block:
-            self._training.saves.add(outcome)
-        return outcome
+        return persistence.save(self._training, path, extra, how)
 
     def _save_snapshot(
         self,
@@ -225,10 +222,7 @@ class OffloadedModel:
         self._training.check_open()
         checked_name(name)
         self._check_alone("save(snapshot=)")
-        outcome = self._snapshots.save(self._training, name, path, stripe_dirs, block=block)
-        if not block:
-            self._training.saves.add(outcome)
-        return outcome
+        return self._snapshots.save(self._training, name, path, stripe_dirs, block=block)
 
     @own_modes
     def load(self, path: str | os.PathLike[str], *, stripe_dirs: StripeDirs | None = None) -> Any:
@@ -308,8 +302,7 @@ class OffloadedModel:
         persistence.warn_of_gradients(self._training, f"the snapshot {name}")
         if block:
             return self._snapshots.take(self._training, name, keep, extra)
-        add = self._training.saves.add
-        return self._snapshots.take_behind(self._training, name, keep, extra, add)
+        return self._snapshots.take_behind(self._training, name, keep, extra)
 
     def snapshots(self) -> list[Snapshot]:
         """The snapshots on the ``nvme`` directories, the oldest first; also those of other models.

@@ -232,6 +232,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     undo.enter_context(WithoutWeakReferences(model))
     training.attach(undo)
     undo.callback(snapshots.end)
+    undo.callback(training.saves.end)
     undo.callback(state.end_steps)  # first of all: other threads may be in the midst of one
     give_back_freed_memory()  # which the model had its values in
     return OffloadedModel(training, snapshots)

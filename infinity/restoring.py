@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from aio.errors import let_go, may_be_repeated
+from aio.errors import let_go, may_be_repeated, without_frames
 from aio.process.threads import Latch
 from checkpoint.errors import RankFailedError
 from infinity.autograd.lost_values import RestoreError, alive, listed, refuse_calls
@@ -173,6 +173,8 @@ class Restoring:
             self._state.is_kept = True
             if self._state.extents is not None:  # others say from now on what snapshots need
                 self._state.extents.let_adopted_go(False)
+            if (stopped_by := self._state.pipeline.failure) is not None:
+                without_frames(stopped_by)  # which the state keeps: of who was told, they lead here
             self._closing = self._closing or Closing(self, partial(_close_kept, self._state))
             error = self._error(self._failures[0])
             error.__cause__ = self._failures[0]

@@ -80,14 +80,13 @@ class Training:
 
     def __init__(self, parts: Parts) -> None:
         self.model, self.records, self.state = parts.model, parts.records, parts.state
-        self.rule, self.rank_context = parts.rule, parts.rank_context
-        self.checkpoint_bytes, self.loss_scale_state = parts.checkpoint_bytes, parts.loss_scale
+        self.rule, self.checkpoint_bytes = parts.rule, parts.checkpoint_bytes
+        self.loss_scale_state, self.rank_context = parts.loss_scale, parts.rank_context
         self.budget, self.activations = parts.budget, parts.activations
         records, state, rank_context = parts.records, parts.state, parts.rank_context
         self.steps = [0] * len(records)
         self.gradients = Accumulated(records, state, rank_context, parts.loss_scale)
-        self.norm: torch.Tensor | None = None
-        """2-norm of the gradients of the last step."""
+        self.norm: torch.Tensor | None = None  # 2-norm of the gradients of the last step
         self._index = {id(record.parameter): record.index for record in records}
         self._max_grad_norm, self._may_clip = parts.max_grad_norm, parts.max_grad_norm is not None
         self._unclipped_steps = 0
@@ -159,6 +158,7 @@ class Training:
                 "the model was offloaded with optimizer=None, which is for inference; pass "
                 "infinity.AdamW(...) or a factory to take steps"
             )
+        self.saves.wait_read()  # also of those that hooks of this very step have begun
         self.check_unchanged()
         self.loans.check_none("step()")
         self.gradients.check_unused()

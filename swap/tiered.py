@@ -71,20 +71,16 @@ class TieredState:
         undo: Undo | None = None,
         after_close: Callable[[], object] = lambda: None,
     ) -> None:
-        self.placement = placement
-        self.rule = rule
+        self.placement, self.rule = placement, rule
         self.layout: Layout = placement.layout
         self.timeline = Timeline()
-        self.compute = device
-        """What weights are copied to; None where they are computed with in host memory."""
+        self.compute = device  # what weights are copied to; None: they are used in host memory
         self.device = torch.device("cpu") if device is None else device.torch_device
         self._process = os.getpid()
         self.num_changes = 0  # grows before a step, or somebody who writes values, changes any
         self.changing = threading.RLock()  # who saves waits for it; a rule may, within
-        self._takes_steps = True
-        self.is_kept = False  # whether ``close`` does nothing, as values are still to be read
-        self._undo = Undo()
-        self._after_close = after_close
+        self._takes_steps, self.is_kept = True, False  # kept: values are to be read after ``close``
+        self._undo, self._after_close = Undo(), after_close
         self._undo.callback(after_close)
         if undo is not None:
             undo.callback(self.close)
@@ -326,8 +322,7 @@ class TieredState:
 
     def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
         with self.changing:
-            if not self._takes_steps:
-                raise RuntimeError("the block of the model ends: no step is taken any more")
+            self.check_takes_steps()
             self.num_changes += 1
             small, moving = self.components.parted(step.touched(self.layout.subgroups))
             self.weights.schedule.end_cycle()
@@ -348,9 +343,14 @@ class TieredState:
                 raise surely(partial(self.mixture.stop_step, failure, changed)) from failure
 
     def end_steps(self) -> None:
-        """A step from now on, of whatever thread, is refused: values are about to be given out."""
+        """A step (or load) from now on, of any thread, is refused: values are to be given out."""
         with self.changing:
             self._takes_steps = False
+
+    def check_takes_steps(self) -> None:
+        """Raises ``RuntimeError`` from then on. To be ``changing``."""
+        if not self._takes_steps:
+            raise RuntimeError("the block of the model ends: no step is taken any more, nor a load")
 
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from checkpoint import PendingSave
 from checkpoint.saving.api import SaveRequest, save_on, start_save
 from checkpoint.sheltered import Cancellation, sheltered
 from infinity.snapshots.adoption import adopt, alike, fill_host
@@ -102,11 +101,9 @@ class Snapshots:
         name: str,
         keep: int | None,
         extra: Any,
-        add: Callable[[PendingSave], None],
     ) -> PendingSnapshot:
-        """As ``take``, behind what comes: the next step of the optimizer waits until host memory
-        has been read. ``add`` takes note of the save, for all else that changes values. Raises
-        what keeps it from beginning.
+        """As ``take``, behind what comes: the next step of the optimizer, and all else that changes
+        values, waits until host memory has been read. Raises what keeps it from beginning.
         """
         moment = moment_of(training, name, extra, copies=True)
         state = training.state
@@ -137,7 +134,7 @@ class Snapshots:
                 self._known.take_back(state, entry)
                 raise
             self._pending = PendingSnapshot(entry.point, save)
-            add(save)
+            training.saves.add(save)
             return self._pending
 
         with self._turn, self._by_itself():
@@ -187,6 +184,7 @@ class Snapshots:
             try:
                 if not block:
                     self._saves.append(PointSave(name, point, save_behind(*to)))
+                    training.saves.add(self._saves[-1].pending, is_of_now=False)
                     return self._saves[-1].pending
             except BaseException:
                 point.close()

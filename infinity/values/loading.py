@@ -182,6 +182,7 @@ def _checked(
     fits: Callable[[Any], None],
     change: Change,
 ) -> tuple[dict[str, Any], Targets]:
+    training.state.check_takes_steps()
     saved = _read_scalars(training, path, read)
     targets = targets_of(training, saved)
     fits(targets.same)

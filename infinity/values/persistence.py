@@ -43,6 +43,7 @@ from checkpoint.ranks.turn import Turn, before_turn
 from checkpoint.saving.api import SaveRequest, save_on, start_save
 from checkpoint.saving.unguarded import copied_tree
 from infinity.autograd.versions import Versions
+from infinity.background import BackgroundSaves
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.rule import OptimizerRule
@@ -78,6 +79,7 @@ class TrainingState(Protocol):
     rank_context: RankContext
     reference: StateReference
     versions: Versions
+    saves: BackgroundSaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,7 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
     ranks = training.rank_context.coordinator
 
     def way(arrival: Arrival) -> Any:
+        training.saves.check_open()
         warn_of_gradients(training, path)
         training.reference.saved(path)
         # What fails in there fails on all ranks, which then all say so in the next meeting.
@@ -117,9 +120,11 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
         )
         if how.block:
             return save_on(request)
-        return start_save(replace(request, guard=training.optimizer))
+        pending = start_save(replace(request, guard=training.optimizer))
+        training.saves.add(pending)
+        return pending
 
-    return accompanied(ranks, Operation.SAVE, way)
+    return training.saves.before_end(partial(accompanied, ranks, Operation.SAVE, way))
 
 
 def _state(
@@ -241,6 +246,10 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
     shards: no rank ever has the model. Buffers are those of rank 0. What ends that on one rank,
     wherever it is, ends it on all.
     """
+    return training.saves.before_end(partial(_export, training, folder))
+
+
+def _export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]:
     ranks, staging = training.rank_context.coordinator, training.checkpoint_bytes
     if ranks.world_size == 1:
         weights = _weights_of_rank(training)
@@ -270,6 +279,7 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
 
 
 def _weights_of_rank(training: TrainingState) -> dict[str, Any]:
+    training.saves.check_open()
     saving = _saving(training)
     weights: dict[str, Any] = dict(persistent_buffers(training.model)) if saving.rank == 0 else {}
     for leaf in checkpoint_tensors_of(training.model, training.records):

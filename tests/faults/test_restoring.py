@@ -124,6 +124,32 @@ def test_swap_files_go_with_the_error_that_keeps_them(tmp_path: Path) -> None:
         pass
 
 
+def test_swap_files_go_with_the_error_of_a_step_that_could_not_be_finished(tmp_path: Path) -> None:
+    """The state keeps what stopped the step, which came through the frames of whoever saw it."""
+
+    def train() -> None:
+        model = seeded(Stack)
+        least = least_budget(Stack, tmp_path)
+        with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+            vector_loss(model, 0).backward()
+            offloaded.step()
+            offloaded.flush()
+
+    def fail(stages: Stages, job: Any) -> None:
+        raise AioError("full", errno=errno.ENOSPC, filename="state.swap")
+
+    with patch.object(Stages, "start_write", fail):
+        with pytest.raises(infinity.RestoreError) as caught:
+            train()
+        with pytest.raises(infinity.RestoreError) as again:
+            caught.value.retry()
+        assert Path(again.value.folders[0]).is_dir()
+    del caught, again
+    gc.collect()
+    close_gone()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_step_that_cannot_be_finished_leaves_values_from_before_it_until_the_retry(
     tmp_path: Path, trained: dict[str, torch.Tensor]
 ) -> None:

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+import checkpoint
 import infinity
 from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.residency import ModuleResidency
+from infinity.ranks.context import SingleRank
 from infinity.restoring import Restoring
 from infinity.snapshots import points
 from infinity.snapshots.moment import moment_of
 from infinity.training import Training
+from infinity.values import persistence
 from swap.tiered import TieredState
 from tests.support.adamw_model import backward, make_model
 from tests.support.training import least_budget, same_values, values_of
@@ -87,6 +91,91 @@ def test_the_end_waits_for_the_snapshot_that_another_thread_takes(
         offloaded.restore("last")
         with offloaded.gathered():
             assert same_values(values_of(offloaded.model), trained)
+
+
+@pytest.mark.parametrize(("name", "block"), [("save_on", True), ("start_save", False)])
+def test_the_end_waits_for_the_save_that_another_thread_begins(
+    name: str, block: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files were closed beside it; behind training nobody was told."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    late = _Late(getattr(persistence, name))
+    monkeypatch.setattr(persistence, name, late)
+    with ThreadPoolExecutor(1) as other:
+        with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+            backward(model, 0)
+            offloaded.step()
+            saving = other.submit(offloaded.save, tmp_path / "saved", block=block)
+            late.has_come.wait()
+        late.may_go_on.set()
+        if not block:
+            assert saving.result().done()
+            saving.result().result()
+        saving.result()
+    saved = checkpoint.load(tmp_path / "saved", only=["model.*"])["model"]
+    assert same_values(saved, values_of(model))
+
+
+def test_the_end_waits_for_the_export_that_another_thread_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    late = _Late(checkpoint.write_safetensors)
+    monkeypatch.setattr(checkpoint, "write_safetensors", late)
+    with ThreadPoolExecutor(1) as other:
+        with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+            exporting = other.submit(offloaded.export, tmp_path / "out")
+            late.has_come.wait()
+        late.may_go_on.set()
+        assert exporting.result()
+
+
+@pytest.mark.parametrize("call", ["save", "export", "load"])
+def test_what_comes_to_save_or_load_when_the_block_ends_is_refused(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load would have changed what parameters are being given."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    values_of_one = Restoring._values_of
+    is_late, may_begin = threading.Event(), threading.Event()
+
+    def come_late(*_: Any) -> None:
+        is_late.set()
+        assert may_begin.wait(10)
+
+    def values_beside_call(restoring: Restoring, record: Any) -> torch.Tensor:
+        may_begin.set()
+        calling.exception()
+        return values_of_one(restoring, record)
+
+    with ThreadPoolExecutor(1) as other:
+        with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+            offloaded.save(tmp_path / "saved")
+            backward(model, 0)
+            offloaded.step()
+            with offloaded.gathered():
+                trained = values_of(model)
+            monkeypatch.setattr(SingleRank, "meet", come_late)
+            monkeypatch.setattr(Restoring, "_values_of", values_beside_call)
+            calling = other.submit(getattr(offloaded, call), tmp_path / "saved")
+            is_late.wait()
+            monkeypatch.setattr(Restoring, "_meet", lambda *_: None)
+        with pytest.raises(RuntimeError, match="the block of the model ends"):
+            calling.result()
+    assert same_values(values_of(model), trained)
+
+
+class _Late:
+    """Tells that it has come; goes on when it may, or as the block waits for it."""
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self._work = work
+        self.has_come, self.may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.has_come.set()
+        self.may_go_on.wait(0.5)  # not set, where the block waits for this
+        return self._work(*arguments, **options)
 
 
 def test_a_snapshot_that_comes_when_the_block_ends_is_refused(

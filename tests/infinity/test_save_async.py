@@ -87,6 +87,42 @@ def test_values_modified_behind_a_background_save_are_not_in_it(
     )
 
 
+@pytest.mark.parametrize("within", ["hook", "closure"])
+@pytest.mark.parametrize("call", ["save", "snapshot"])
+def test_a_step_waits_for_what_its_own_hook_or_closure_saves_behind_training(
+    call: str, within: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook of the save itself comes too late for that step."""
+    waited, wait = threading.Event(), checkpoint.PendingSave.wait_staged
+
+    def noted(self: checkpoint.PendingSave, timeout: float | None = None) -> bool:
+        waited.set()
+        return wait(self, timeout)
+
+    model = seeded(Gpt)
+    monkeypatch.setattr(checkpoint.PendingSave, "wait_staged", noted)
+    with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
+        before_reads(monkeypatch, lambda: waited.wait(1))
+        saves: list[Any] = []
+
+        def save() -> float:
+            path = tmp_path / "behind" if call == "save" else "behind"
+            saves.append(getattr(offloaded, call)(path, block=False))
+            return 0.0
+
+        def hook(*_: Any) -> None:
+            save()
+
+        token_loss(model, 0).backward()
+        if within == "hook":
+            handle = offloaded.optimizer.register_step_pre_hook(hook)
+            offloaded.optimizer.step()
+            handle.remove()
+        else:
+            offloaded.optimizer.step(save)
+        saves[0].result()
+
+
 def test_background_save_that_fails_is_told_and_training_goes_on(tmp_path: Path) -> None:
     model = seeded(Gpt)
     with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
