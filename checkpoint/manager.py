@@ -25,13 +25,12 @@ from typing import Any
 from weakref import ref
 
 from aio import Engine
-from aio.process.absence import is_directory
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
-from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.directory.relocation import Relocation, may_be_directory
-from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.format.records import SaveInfo
+from checkpoint.known.elsewhere import has_told
 from checkpoint.known.manifests import UNSAID, KnownManifests, Listing
+from checkpoint.known.retiring import Retiring
 from checkpoint.known.verdicts import LoadedStep, Verdict, told, warned, weakest
 from checkpoint.known.watched_loads import WatchedLoads
 from checkpoint.loading.api import check_unmixed, for_several, load
@@ -41,8 +40,8 @@ from checkpoint.ranks.turn import Turn, in_turn
 from checkpoint.saving.api import SaveRequest, save_on, start_save
 from checkpoint.saving.guard import Guard
 from checkpoint.saving.pending import PendingSave, is_being_saved
-from checkpoint.series import Finished, changed, check_kept, outdated, step_path, steps_in
-from checkpoint.sheltered import Cancellation, sheltered
+from checkpoint.series import check_kept, step_path
+from checkpoint.sheltered import sheltered
 from checkpoint.transfer.memory import KeptMemory, check_engine
 
 logger = logging.getLogger(__name__)
@@ -55,8 +54,9 @@ class Manager:
     """Checkpoints of one run under `root`, made if missing.
 
     The `keep` that were saved last are kept (None: all), and besides them every one whose step is a
-    multiple of `keep_every`. Older ones are removed when a new one is durable, and steps that
-    killed saves left unfinished before it takes room. `stripe_dirs`, `engine` and `coordinator` are
+    multiple of `keep_every`. Older ones are removed when a new one is durable; what is left of them
+    by who was killed, or failed, meanwhile goes before the next save takes room, as do steps that
+    killed saves left unfinished. `stripe_dirs`, `engine` and `coordinator` are
     as in `save`; data of earlier saves that are not where they were saved are found in
     `stripe_dirs` too. One process at a time saves to a root, or the ranks of a `coordinator`;
     others may load from it meanwhile. A step that is a link to a directory is loaded and never
@@ -87,14 +87,21 @@ class Manager:
         self.root, self._stripe_dirs = in_turn(
             self._ranks, Operation.MAKE, lambda made: made.apart(check)
         )
-        self._keep, self._keep_every = keep, keep_every
         self._engine = engine
         self._pending: Callable[[], PendingSave | None] = lambda: None
         self._memory = KeptMemory()
         self._known = KnownManifests(Relocation(self._stripe_dirs))
         self._loads = WatchedLoads(self._known)
-        self._tried = set[int]()
-        """Unfinished steps that this save tried to remove: what is in the way was told."""
+        self._retiring = Retiring(
+            self.root,
+            keep,
+            keep_every,
+            self._stripe_dirs,
+            self._known,
+            self._loads,
+            is_being_saved,
+            partial(has_told, self._ranks),
+        )
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -140,7 +147,7 @@ class Manager:
     def _request(self, step: int, state: object, arrival: Arrival) -> SaveRequest:
         path, previous = self.path(step), self._wait_for_previous()
         if not self._ranks.rank:
-            sheltered(partial(self._make_room, step), "checkpoint-retire")
+            sheltered(partial(self._retiring.make_room, step), "checkpoint-retire")
         return SaveRequest(
             state=state,
             path=path,
@@ -312,17 +319,9 @@ class Manager:
             pending.wait_done()
         return pending
 
-    def _found(self) -> list[int]:
-        """Every step there may be something of, for rank 0. What is no directory is no step."""
-        if self._ranks.rank or not is_directory(self.root):
-            return []
-        return [step for step in steps_in(self.root) if may_be_directory(self.path(step))]
-
     def _ordered(self) -> Listing:
-        """Every step there is something of, those first that do not say when they were saved: they
-        are damaged or unfinished. What was saved last comes next.
-        """
-        return self._known.ordered({step: self.path(step) for step in self._found()})
+        """Every step there is something of, for rank 0; see `KnownManifests.ordered`."""
+        return [] if self._ranks.rank else self._retiring.ordered()
 
     def _judge(self, step: int) -> Verdict:
         return self._loads.judge(self.path(step))
@@ -339,58 +338,14 @@ class Manager:
         has been read, nor those of which another rank knew that when it saved last. What cannot be
         removed is a warning. Of several ranks the first one removes, and nobody waits for it.
         """
-        self._tried.clear()
+        self._retiring.begin()
         self._retire_on_first()
 
     def _retire_on_first(self) -> None:
         if not self._ranks.rank:
-            sheltered(self._retire, "checkpoint-retire")
-
-    def _make_room(self, step: int, cancellation: Cancellation) -> None:
-        """Removes the other steps that killed saves left unfinished: the next save, of this one,
-        would have no room where there is some for one more than is kept.
-        """
-        self._tried.clear()
-        with warned(self.root):
-            for other in steps_in(self.root) if is_directory(self.root) else ():
-                cancellation.check()
-                with warned(path := self.path(other)):
-                    if other != step and self._known.is_unfinished(path):
-                        self._tried.add(other)
-                        self._remove(other, None)
-
-    def _retire(self, cancellation: Cancellation) -> None:
-        finished: list[Finished] = []
-        self._loads.keep(map(self.path, steps := self._found()))
-        for step in steps:
-            cancellation.check()
-            with warned(path := self.path(step)):
-                if path.is_symlink() or self._loads.was_damaged(path):
-                    continue
-                try:
-                    manifest, since = self._known.check(path), changed(path)
-                except IncompleteCheckpointError:
-                    if step not in self._tried:
-                        self._remove(step, None)
-                else:
-                    finished.append(Finished(manifest.saved, step, manifest.uuid, since))
-        if self._keep is None:
-            return
-        left = set[str]()
-        for one in outdated(self.root, finished, self._keep, self._keep_every):
-            cancellation.check()
-            if one.uuid in left or not self._remove(one.step, one.uuid):
-                left.add(one.uuid)  # where a copy stays, so does what it may be read from
+            sheltered(self._retiring.retire, "checkpoint-retire")
 
     def _retire_after_save(self) -> None:
         """The save itself is done, whatever becomes of old ones."""
         with warned(self.root):
             self._retire_on_first()
-
-    def _remove(self, step: int, uuid: str | None) -> bool:
-        """Whether it is gone. Nothing is done to what another thread saves, which has its lock."""
-        with warned(path := self.path(step)):
-            if not is_being_saved(path) and remove_checkpoint(path, uuid, self._stripe_dirs):
-                self._loads.forget(path)
-                return True
-        return False

@@ -254,7 +254,7 @@ def test_an_error_while_old_ones_are_removed_does_not_fail_the_save(
     def fails(*_: object) -> bool:
         raise PermissionError(13, "not allowed", "somewhere")
 
-    monkeypatch.setattr("checkpoint.manager.remove_checkpoint", fails)
+    monkeypatch.setattr("checkpoint.known.retiring.remove_checkpoint", fails)
     assert manager.save(2, state(2)).num_tensors == 1
     assert "cannot be removed" in caplog.text
     monkeypatch.setattr(manager, "retire", fails)
@@ -281,7 +281,7 @@ def test_an_old_step_that_is_saved_again_before_it_is_removed_stays(
     manager = checkpoint.Manager(tmp_path, keep=2)
     manager.save(1, state(1))
     manager.save(2, state(2))
-    manager._keep = 1
+    manager = checkpoint.Manager(tmp_path, keep=1)
     before_the_lock(
         monkeypatch, manager.path(1), lambda: checkpoint.save(state(8), manager.path(1))
     )
@@ -309,7 +309,7 @@ def test_a_load_beside_a_writer_that_keeps_one_finds_one(
     writer = checkpoint.Manager(tmp_path, keep=1)
     writer.save(1, state(1))
     reader = checkpoint.Manager(tmp_path)
-    found = reader._found
+    found = reader._retiring._found
     ahead = iter(range(2, 12))
 
     def outdated() -> list[int]:
@@ -320,7 +320,7 @@ def test_a_load_beside_a_writer_that_keeps_one_finds_one(
                 break
         return listing
 
-    monkeypatch.setattr(reader, "_found", outdated)
+    monkeypatch.setattr(reader._retiring, "_found", outdated)
     assert reader.load()["step"] == 11
     ahead = iter(range(12, 22))
     assert reader.latest() == 21

@@ -327,7 +327,7 @@ def test_a_copy_goes_before_the_step_whose_data_it_reads(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoint.manager.remove_checkpoint", failing)
+        patch.setattr("checkpoint.known.retiring.remove_checkpoint", failing)
         manager.save(9, state(9))
     assert removed == [manager.path(copy)]
     assert manager.steps() == sorted([8, 9, copy])

@@ -142,6 +142,32 @@ def damage_by_number(rank: int, folder: Path) -> dict[str, Any]:
     return {**told, "kept": manager.steps()}
 
 
+def left_behind(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 reads damage of the newest of more steps than are kept, and has no room at first."""
+    coordinator = checkpoint.GroupCoordinator()
+    manager = checkpoint.Manager(folder / "run", keep=1, coordinator=coordinator)
+    if rank == 0:
+        for step in (1, 2, 3):
+            checkpoint.save({"w": torch.full((9000,), step)}, manager.path(step))
+        _damage(manager.path(3), "r0-0.safetensors")
+    dist.barrier()
+    told: dict[str, Any] = {
+        "read": complaint(lambda: checkpoint.load(manager.path(3))) if rank else ""
+    }
+    for turn in ("first", "second"):
+        with _small_disk():
+            told[turn] = complaint(lambda: manager.save(4, {"w": torch.zeros(9000)}))
+        dist.barrier()  # what a failed save made is removed by one of them
+        told[f"{turn} left"] = sorted(path.name for path in manager.root.iterdir())
+        dist.barrier()
+    manager.save(4, {"w": torch.full((9000,), 4)})
+    return {
+        **told,
+        "kept": manager.steps(),
+        "left": sorted(path.name for path in manager.root.iterdir()),
+    }
+
+
 def damage_apart(rank: int, folder: Path) -> dict[str, Any]:
     """Rank 1 alone reads damage of a step, and later that it is sound; what is kept meanwhile."""
     coordinator = checkpoint.GroupCoordinator()

@@ -1,0 +1,139 @@
+"""What a manager removes, and when: what is not to be kept, and what killed saves left.
+
+Invariants: what was saved last stays, and what is damaged or was found so by a load; a save that
+fails takes no step with it that is to be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from aio.process.absence import is_directory
+from checkpoint.directory.generations import remove_checkpoint
+from checkpoint.directory.relocation import may_be_directory
+from checkpoint.errors import IncompleteCheckpointError
+from checkpoint.known.manifests import KnownManifests, Listing
+from checkpoint.known.verdicts import warned
+from checkpoint.known.watched_loads import WatchedLoads
+from checkpoint.series import Finished, changed, outdated, step_path, steps_in
+from checkpoint.sheltered import Cancellation
+
+
+class Retiring:
+    """For the `Manager` of a root, on its first rank; `keep` and `keep_every` are as there.
+
+    `is_being_saved` tells of saves of this process, `is_told` whether other ranks have said what
+    they found to be damaged, as they do with each save: nothing that is whole may go before.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        keep: int | None,
+        keep_every: int | None,
+        stripe_dirs: Sequence[Path],
+        known: KnownManifests,
+        loads: WatchedLoads,
+        is_being_saved: Callable[[Path], bool],
+        is_told: Callable[[], bool],
+    ) -> None:
+        self._root, self._keep, self._keep_every = root, keep, keep_every
+        self._stripe_dirs, self._known, self._loads = stripe_dirs, known, loads
+        self._tried = set[int]()
+        """Steps that this save tried to remove: what is in the way was told."""
+        self._sure_of = set[int]()
+        """Steps of which the next save alone makes some old: the last one came through, and so did
+        all removals behind it. Who was killed there, or failed, has left what was to go; so may
+        have whoever saved steps that are not among these.
+        """
+        self._is_being_saved, self._is_told = is_being_saved, is_told
+
+    def begin(self) -> None:
+        """What is in the way is to be told again."""
+        self._tried.clear()
+
+    def make_room(self, step: int, cancellation: Cancellation) -> None:
+        """Removes the other steps that killed saves left unfinished, or were about to remove: the
+        next save, of this one, would have no room where there is some for one more than is kept.
+        """
+        self.begin()
+        sure_of, self._sure_of = self._sure_of, set()
+        with warned(self._root):
+            steps = self._listed()
+            is_sure = sure_of.issuperset(steps)
+            known = self._known if is_sure else KnownManifests()
+            for other in steps:
+                cancellation.check()
+                with warned(path := step_path(self._root, other)):
+                    if other != step and known.is_unfinished(path):
+                        self._tried.add(other)
+                        self._remove(other, None)
+            if not is_sure and self._is_told() and self._has_more():
+                self._tried.add(step)  # what is there of it goes when the new one is durable
+                self._remove_old(cancellation)
+                self._tried.discard(step)
+
+    def retire(self, cancellation: Cancellation) -> None:
+        """Removes what is not to be kept, and what killed saves left."""
+        self._sure_of = set()
+        steps = self._listed()  # what comes after this is new to the next save
+        if self._remove_old(cancellation):
+            self._sure_of = set(steps)
+
+    def ordered(self) -> Listing:
+        """Every step there is something of, those first that do not say when they were saved: they
+        are damaged or unfinished. What was saved last comes next.
+        """
+        return self._known.ordered({step: step_path(self._root, step) for step in self._found()})
+
+    def _listed(self) -> list[int]:
+        """Whatever has the name of a step."""
+        return steps_in(self._root) if is_directory(self._root) else []
+
+    def _found(self) -> list[int]:
+        """Every step there may be something of. What is no directory is no step."""
+        return [step for step in self._listed() if may_be_directory(step_path(self._root, step))]
+
+    def _has_more(self) -> bool:
+        """Whether there may be more than is to be kept, by what manifests claim."""
+        every, ordered = self._keep_every, [] if self._keep is None else self.ordered()
+        return any(not every or step % every for step, _ in ordered[self._keep :])
+
+    def _remove_old(self, cancellation: Cancellation) -> bool:
+        """Whether all that is whole and not to be kept is gone."""
+        finished: list[Finished] = []
+        paths = {step: step_path(self._root, step) for step in self._found()}
+        self._loads.keep(paths.values())
+        for step, path in paths.items():
+            cancellation.check()
+            with warned(path):
+                if path.is_symlink() or self._loads.was_damaged(path):
+                    continue
+                try:
+                    manifest, since = self._known.check(path), changed(path)
+                except IncompleteCheckpointError:
+                    if step not in self._tried:
+                        self._remove(step, None)
+                else:
+                    finished.append(Finished(manifest.saved, step, manifest.uuid, since))
+        if self._keep is None:
+            return True
+        left = set[str]()
+        for one in outdated(self._root, finished, self._keep, self._keep_every):
+            cancellation.check()
+            is_tried = one.uuid in left or one.step in self._tried
+            if is_tried or not self._remove(one.step, one.uuid):
+                left.add(one.uuid)  # where a copy stays, so does what it may be read from
+                self._tried.add(one.step)
+        return not left
+
+    def _remove(self, step: int, uuid: str | None) -> bool:
+        """Whether it is gone. Nothing is done to what another thread saves, which has its lock."""
+        path = step_path(self._root, step)
+        self._known.forget(path)  # a removal that fails midway leaves what is unfinished
+        with warned(path):
+            if not self._is_being_saved(path) and remove_checkpoint(path, uuid, self._stripe_dirs):
+                self._loads.forget(path)
+                return True
+        return False

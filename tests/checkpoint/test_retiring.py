@@ -1,0 +1,141 @@
+"""A disk with room for one step more than is kept: whatever came between, the next save has it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+from tests.support.memory import folder_in_memory
+
+tmp_path = folder_in_memory()
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((5000,), float(step)), "step": step}
+
+
+class Looking:
+    """Says what is there when the save of which it is part has begun."""
+
+    dtype = torch.uint8
+    shape = (3,)
+
+    def __init__(self, root: Path) -> None:
+        self.found: set[str] = set()
+        self._root = root
+
+    def read(self, start: int, out: memoryview) -> None:
+        self.found = {entry.name for entry in self._root.iterdir()}
+        out[:] = bytes(len(out))
+
+
+def save(manager: checkpoint.Manager, step: int, background: bool) -> set[str]:
+    """What is beside a save as it takes room."""
+    looking = Looking(manager.root)
+    if background:
+        manager.save_async(step, {"x": looking, "step": step}).result()
+    else:
+        manager.save(step, {"x": looking, "step": step})
+    return looking.found - {f"step-{step}"}
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One removal of a file of this name fails."""
+    unlink = os.unlink
+
+    def refused(path: Any, **options: Any) -> None:
+        if Path(path).name == name:
+            monkeypatch.setattr(os, "unlink", unlink)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refused)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("name", ["r0-0.safetensors", "manifest.json"])
+def test_what_could_not_be_removed_for_a_moment_is_gone_before_the_next_save_takes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, background: bool
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(1, state(1))
+    failing(monkeypatch, name)
+    manager.save(2, state(2))
+    assert (tmp_path / "step-1").exists()
+    assert save(manager, 3, background) == {"step-2"}
+    assert manager.steps() == [3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("keep_every", [None, 10])
+def test_who_is_killed_before_old_steps_go_leaves_room_for_the_next_save(
+    tmp_path: Path, keep_every: int | None, background: bool
+) -> None:
+    """The new step is there, and so are all that it takes the place of."""
+    for step in (9, 10, 12, 14):
+        checkpoint.save(state(step), tmp_path / f"step-{step}")
+    manager = checkpoint.Manager(tmp_path, keep=2, keep_every=keep_every)
+    kept = {"step-12", "step-14"} | ({"step-10"} if keep_every else set())
+    assert save(manager, 15, background) == kept
+    kept = kept - {"step-12"} | {"step-15"}
+    assert {entry.name for entry in tmp_path.iterdir()} == kept
+    assert manager.load(14)["step"] == 14
+
+
+def test_what_another_process_left_goes_after_a_save_that_failed(tmp_path: Path) -> None:
+    """Of a step that was whole when it was looked at last."""
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    (manager.path(1) / "manifest.json").unlink()
+    with pytest.raises(TypeError):
+        manager.save(3, {"x": object()})
+    assert save(manager, 3, background=False) == {"step-2"}
+
+
+def test_what_another_process_was_about_to_remove_goes_before_the_next_save(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=2)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    checkpoint.save(state(3), tmp_path / "step-3")
+    assert save(manager, 4, background=False) == {"step-2", "step-3"}
+    assert manager.steps() == [3, 4]
+
+
+def test_a_step_that_is_saved_again_stays_until_the_new_one_is_durable(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(state(step), tmp_path / f"step-{step}")
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    with pytest.raises(TypeError):
+        manager.save(1, {"x": object()})
+    assert manager.steps() == [1, 3]
+    manager.save(1, state(7))
+    assert manager.steps() == [1]
+    assert manager.load()["step"] == 7
+
+
+def test_a_step_that_stays_is_told_once_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        checkpoint.save(state(step), tmp_path / f"step-{step}")
+
+    def refused(path: Any, **options: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refused)
+        for step in (2, 2):
+            caplog.clear()
+            manager.save(step, state(step))
+            told = [text for text in caplog.messages if "step-1: cannot be removed" in text]
+            assert len(told) == 1
+    manager.save(2, state(2))
+    assert manager.steps() == [2]
