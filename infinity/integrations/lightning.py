@@ -263,6 +263,17 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             self.offloaded.load(saved)
 
+    def on_train_start(self) -> None:
+        """An epoch that goes on behind its last batch has had iterators made for no batch, and the
+        next one makes its own: only these have drawn numbers in a run that was not stopped.
+        """
+        super().on_train_start()
+        loop = self.lightning_module.trainer.fit_loop
+        batches = loop.epoch_loop
+        is_behind = batches.restarted_on_last and batches._num_ready_batches_reached()
+        if self._random is not None and loop.restarting and is_behind:
+            torch.set_rng_state(self._random)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Within an epoch, what made iterators anew has drawn numbers that were drawn before."""
         state, self._random = self._random, None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infinity.integrations.lightning import OffloadStrategy
-from tests.support.lit import KillIn, Lit, Run, fit, least_of
+from tests.support.lit import BATCHES, KillIn, Lit, Run, fit, least_of
 from tests.support.trainers import run_killed
 from tests.support.training import same_bits
 
@@ -62,3 +62,16 @@ def test_a_fit_that_was_killed_goes_on_to_the_same_bits(nvme: Path, tmp_path: Pa
     resumed = fit(folder, strategy, resume=folder / "epoch=0.ckpt")
     assert resumed.seen == whole.seen[-len(resumed.seen) :]
     assert_same(Run(resumed.seen, whole.values), resumed)
+
+
+def test_a_fit_goes_on_to_the_same_bits_from_a_validation_behind_the_last_batch_of_an_epoch(
+    nvme: Path, tmp_path: Path
+) -> None:
+    """The checkpoint is of the epoch that has not ended, and no batch of it is left."""
+    options: dict[str, Any] = {"max_epochs": 3, "check_val_every_n_epoch": 2}
+    least = least_of(nvme)
+    whole = fit(tmp_path, OffloadStrategy(nvme, host_memory=least), **options)
+    strategy = OffloadStrategy(nvme, host_memory=least)
+    resumed = fit(tmp_path, strategy, resume=tmp_path / "epoch=1.ckpt", **options)
+    assert len(resumed.seen) == BATCHES
+    assert_same(Run(whole.seen[-BATCHES:], whole.values), resumed)
