@@ -224,18 +224,22 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         )
     )
     with on_all_ranks(ranks):
-        memory_bytes = placed.placement.checkpoint_bytes
-        fill_all(state, records, values, rank_context, memory_bytes=memory_bytes)
+        fill_all(state, records, values, rank_context, memory_bytes=training.checkpoint_bytes)
     rank_context.agree_on_values()
     undo.enter_context(BufferConversion(model, options.device, dtype, values, training.begun))
     activations.leave_alone(model.buffers())
     undo.enter_context(WithoutWeakReferences(model))
     training.attach(undo)
-    undo.callback(snapshots.end)
-    undo.callback(training.saves.end)
-    undo.callback(state.end_steps)  # first of all: other threads may be in the midst of one
+    _wait_for_others(undo, training, snapshots)
     give_back_freed_memory()  # which the model had its values in
     return OffloadedModel(training, snapshots)
+
+
+def _wait_for_others(undo: Undo, training: Training, snapshots: Snapshots) -> None:
+    """The end of the block begins with what other threads are in the midst of, steps first."""
+    undo.callback(snapshots.end)
+    undo.callback(training.saves.end)
+    undo.callback(training.state.end_steps)
 
 
 def _reclaimed(directories: Sequence[str]) -> Snapshots:

@@ -124,7 +124,10 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
         training.saves.add(pending)
         return pending
 
-    return training.saves.before_end(partial(accompanied, ranks, Operation.SAVE, way))
+    # From within what tells the other ranks: an interrupt may come anywhere in it.
+    return accompanied(
+        ranks, Operation.SAVE, lambda arrival: training.saves.before_end(partial(way, arrival))
+    )
 
 
 def _state(
@@ -246,15 +249,10 @@ def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]
     shards: no rank ever has the model. Buffers are those of rank 0. What ends that on one rank,
     wherever it is, ends it on all.
     """
-    return training.saves.before_end(partial(_export, training, folder))
-
-
-def _export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]:
     ranks, staging = training.rank_context.coordinator, training.checkpoint_bytes
+    before_end = training.saves.before_end
     if ranks.world_size == 1:
-        weights = _weights_of_rank(training)
-        files = checkpoint.write_safetensors(weights, folder, staging_bytes=staging)
-        return [os.fspath(file) for file in files]
+        return before_end(partial(_export_alone, training, folder))
     arrival = Arrival()
 
     def tell_before(error: BaseException) -> None:
@@ -275,7 +273,15 @@ def _export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str
         merge: Callable[[], list[str]] = partial(_merge, info, folder) if is_first else list
         return turn.together(merge, ends=lambda _: True)[0]
 
-    return before_turn(ranks, Operation.EXPORT, look, tell_before)
+    return before_turn(
+        ranks, Operation.EXPORT, lambda turn: before_end(partial(look, turn)), tell_before
+    )
+
+
+def _export_alone(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]:
+    weights, staging = _weights_of_rank(training), training.checkpoint_bytes
+    files = checkpoint.write_safetensors(weights, folder, staging_bytes=staging)
+    return [os.fspath(file) for file in files]
 
 
 def _weights_of_rank(training: TrainingState) -> dict[str, Any]:

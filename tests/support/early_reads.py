@@ -11,7 +11,7 @@ from infinity.snapshots.sources import HostBytes
 from infinity.values.component_bytes import ComponentBytes
 
 
-def before_reads(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+def before_reads(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
     """From now on ``then`` is called before bytes are read: by a source itself, or from where they
     lie, which is looked at before.
     """
@@ -21,7 +21,7 @@ def before_reads(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> N
 
 
 def _call_before(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, then: Callable[[], None]
+    monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, then: Callable[[], object]
 ) -> None:
     real = getattr(kind, name)
 
