@@ -7,10 +7,13 @@ fails takes no step with it that is to be kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from aio.process.absence import is_directory
-from checkpoint.directory.generations import remove_checkpoint
+from checkpoint.directory.generations import generations, prune, remove_checkpoint
+from checkpoint.directory.locate import read_manifest
+from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
 from checkpoint.known.manifests import KnownManifests, Listing
@@ -54,7 +57,7 @@ class Retiring:
         self._tried.clear()
 
     def make_room(self, step: int, cancellation: Cancellation) -> None:
-        """Removes the other steps that killed saves left unfinished, or were about to remove: the
+        """Removes of other steps what killed saves left unfinished, or were about to remove: the
         next save, of this one, would have no room where there is some for one more than is kept.
         """
         self.begin()
@@ -69,6 +72,8 @@ class Retiring:
                     if other != step and known.is_unfinished(path):
                         self._tried.add(other)
                         self._remove(other, None)
+                    elif other != step and not is_sure:
+                        self._clear(path)
             if not is_sure and self._is_told() and self._has_more():
                 self._tried.add(step)  # what is there of it goes when the new one is durable
                 self._remove_old(cancellation)
@@ -127,6 +132,14 @@ class Retiring:
                 left.add(one.uuid)  # where a copy stays, so does what it may be read from
                 self._tried.add(one.step)
         return not left
+
+    def _clear(self, path: Path) -> None:
+        """Removes what killed saves over a step, that stays, left of themselves."""
+        if path.is_symlink() or not may_be_directory(path) or self._is_being_saved(path):
+            return
+        if len(generations(path)) > 1:
+            with suppress(IncompleteCheckpointError), Lock(path):
+                prune(path, read_manifest(path).uuid, self._stripe_dirs)
 
     def _remove(self, step: int, uuid: str | None) -> bool:
         """Whether it is gone. Nothing is done to what another thread saves, which has its lock."""

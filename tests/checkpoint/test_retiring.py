@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,38 @@ def test_who_is_killed_before_old_steps_go_leaves_room_for_the_next_save(
     kept = kept - {"step-12"} | {"step-15"}
     assert {entry.name for entry in tmp_path.iterdir()} == kept
     assert manager.load(14)["step"] == 14
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("striped", [False, True])
+def test_what_a_killed_save_over_a_step_that_stays_left_is_gone_before_the_next_save_takes_room(
+    tmp_path: Path, background: bool, striped: bool
+) -> None:
+    """The last save of a run is one over its newest step, as a rule."""
+    stripe = tmp_path / "stripe"
+    stripe.mkdir()
+    root, stripes = tmp_path / "run", [stripe] if striped else None
+    checkpoint.Manager(root, stripes, keep=1).save(3, state(3))
+    killed = (
+        "import os, sys, torch, checkpoint\n"
+        "class Kills:\n"
+        "    dtype, shape = torch.uint8, (3,)\n"
+        "    def read(self, start, out): os.kill(os.getpid(), 9)\n"
+        "checkpoint.Manager(sys.argv[1], sys.argv[2:]).save(3, {'x': Kills()})\n"
+    )
+    run = subprocess.run([sys.executable, "-c", killed, root, *(stripes or ())], check=False)
+    assert run.returncode == -signal.SIGKILL
+    assert len(list(root.glob("step-3/*/"))) == 2
+    manager = checkpoint.Manager(root, stripes, keep=1)
+    looking = Looking(root / "step-3")
+    given = {"x": looking, "step": 4}
+    if background:
+        manager.save_async(4, given).result()
+    else:
+        manager.save(4, given)
+    assert len(looking.found - {"manifest.json"}) == 1
+    assert manager.steps() == [4]
+    assert len(list(stripe.iterdir())) == striped
 
 
 def test_what_another_process_left_goes_after_a_save_that_failed(tmp_path: Path) -> None:
