@@ -45,6 +45,8 @@ class Retiring:
         self._stripe_dirs, self._known, self._loads = stripe_dirs, known, loads
         self._tried = set[int]()
         """Steps that this save tried to remove: what is in the way was told."""
+        self._passed_over = set[int]()
+        """Steps that this save could not read, or found damaged: that was told, and they stay."""
         self._sure_of = set[int]()
         """Steps of which the next save alone makes some old: the last one came through, and so did
         all removals behind it. Who was killed there, or failed, has left what was to go; so may
@@ -55,6 +57,7 @@ class Retiring:
     def begin(self) -> None:
         """What is in the way is to be told again."""
         self._tried.clear()
+        self._passed_over.clear()
 
     def make_room(self, step: int, cancellation: Cancellation) -> None:
         """Removes of other steps what killed saves left unfinished, or were about to remove: the
@@ -78,6 +81,7 @@ class Retiring:
                 self._tried.add(step)  # what is there of it goes when the new one is durable
                 self._remove_old(cancellation)
                 self._tried.discard(step)
+                self._passed_over.discard(step)
 
     def retire(self, cancellation: Cancellation) -> None:
         """Removes what is not to be kept, and what killed saves left."""
@@ -106,15 +110,20 @@ class Retiring:
         return any(not every or step % every for step, _ in ordered[self._keep :])
 
     def _remove_old(self, cancellation: Cancellation) -> bool:
-        """Whether all that is whole and not to be kept is gone."""
+        """Whether all that is not to be kept is gone, and nothing stays of which that may be said
+        another time: what could not be read for a moment, or is damaged, and may be whole again.
+        """
         finished: list[Finished] = []
         paths = {step: step_path(self._root, step) for step in self._found()}
         self._loads.keep(paths.values())
-        for step, path in paths.items():
+        in_doubt = {step for step, path in paths.items() if not path.is_symlink()}
+        for step in sorted(in_doubt - self._passed_over):
             cancellation.check()
+            path = paths[step]
             with warned(path):
-                if path.is_symlink() or self._loads.was_damaged(path):
+                if self._loads.was_damaged(path):
                     continue
+                self._passed_over.add(step)
                 try:
                     manifest, since = self._known.check(path), changed(path)
                 except IncompleteCheckpointError:
@@ -122,6 +131,8 @@ class Retiring:
                         self._remove(step, None)
                 else:
                     finished.append(Finished(manifest.saved, step, manifest.uuid, since))
+                self._passed_over.discard(step)
+                in_doubt.discard(step)
         if self._keep is None:
             return True
         left = set[str]()
@@ -131,7 +142,7 @@ class Retiring:
             if is_tried or not self._remove(one.step, one.uuid):
                 left.add(one.uuid)  # where a copy stays, so does what it may be read from
                 self._tried.add(one.step)
-        return not left
+        return not left and not in_doubt
 
     def _clear(self, path: Path) -> None:
         """Removes what killed saves over a step, that stays, left of themselves."""

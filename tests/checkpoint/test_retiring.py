@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint.series import changed
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -73,6 +74,53 @@ def test_what_could_not_be_removed_for_a_moment_is_gone_before_the_next_save_tak
     assert (tmp_path / "step-1").exists()
     assert save(manager, 3, background) == {"step-2"}
     assert manager.steps() == [3]
+
+
+def test_what_could_not_be_read_for_a_moment_is_gone_before_the_next_save_takes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(1, state(1))
+
+    def unreadable(path: Path) -> int:
+        monkeypatch.setattr("checkpoint.known.retiring.changed", changed)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr("checkpoint.known.retiring.changed", unreadable)
+    manager.save(2, state(2))
+    assert manager.steps() == [1, 2]
+    assert save(manager, 3, background=False) == {"step-2"}
+
+
+def test_what_was_damaged_and_is_whole_again_is_gone_before_the_next_save_takes_room(
+    tmp_path: Path,
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.save(2, state(2))
+    (file,) = manager.path(2).glob("*/*.safetensors")
+    sound = file.read_bytes()
+    file.write_bytes(bytes(len(sound)))
+    with pytest.raises(checkpoint.CorruptCheckpointError):
+        checkpoint.load(manager.path(2))
+    manager.save(3, state(3))
+    assert manager.steps() == [2, 3], "by their files"
+    file.write_bytes(sound)
+    checkpoint.verify(manager.path(2))
+    assert save(manager, 4, background=False) == {"step-3"}
+
+
+def test_damage_is_told_once_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(state(step), tmp_path / f"step-{step}")
+    (file,) = (tmp_path / "step-2").glob("*/*.safetensors")
+    os.truncate(file, 10)
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    for step in (4, 5):
+        caplog.clear()
+        manager.save(step, state(step))
+        assert len([text for text in caplog.messages if "is passed over" in text]) == 1
+    manager.save(2, state(2))
+    assert manager.steps() == [2]
 
 
 @pytest.mark.parametrize("background", [False, True])
