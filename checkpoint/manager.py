@@ -28,7 +28,6 @@ from aio import Engine
 from checkpoint.directory.destination import PathLike, checkpoint_path, resolved_stripes
 from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.format.records import SaveInfo
-from checkpoint.known.elsewhere import has_told
 from checkpoint.known.manifests import UNSAID, KnownManifests, Listing
 from checkpoint.known.retiring import Retiring
 from checkpoint.known.verdicts import LoadedStep, Verdict, told, warned, weakest
@@ -54,9 +53,10 @@ class Manager:
     """Checkpoints of one run under `root`, made if missing.
 
     The `keep` that were saved last are kept (None: all), and besides them every one whose step is a
-    multiple of `keep_every`. Older ones are removed when a new one is durable; what is left of them
-    by who was killed, or failed, meanwhile goes before the next save takes room, as do steps that
-    killed saves left unfinished. `stripe_dirs`, `engine` and `coordinator` are
+    multiple of `keep_every`. Older ones are removed when a new one is durable. What killed saves
+    left unfinished goes before the next save takes room; so do older steps that were left by who
+    was killed, or failed, behind a save, where this manager has loaded or saved what was saved last
+    (and has no other ranks). `stripe_dirs`, `engine` and `coordinator` are
     as in `save`; data of earlier saves that are not where they were saved are found in
     `stripe_dirs` too. One process at a time saves to a root, or the ranks of a `coordinator`;
     others may load from it meanwhile. A step that is a link to a directory is loaded and never
@@ -100,8 +100,9 @@ class Manager:
             self._known,
             self._loads,
             is_being_saved,
-            partial(has_told, self._ranks),
+            self._goes_on_from,
         )
+        self._at: int | None = None  # the step that was loaded or saved last
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -120,7 +121,7 @@ class Manager:
             return save_on(self._request(step, state, arrival))
 
         info = accompanied(self._ranks, Operation.SAVE, way)
-        self._retire_after_save()
+        self._retire_after_save(step)
         return info
 
     def save_async(self, step: int, state: object, guard: Guard | None = None) -> PendingSave:
@@ -135,7 +136,7 @@ class Manager:
         def way(arrival: Arrival) -> PendingSave:
             pending = start_save(
                 replace(self._request(step, state, arrival), guard=guard),
-                after=self._retire_after_save,
+                after=partial(self._retire_after_save, step),
                 memory=self._memory,
                 on_committed=partial(self._known.add, self.path(step)),
             )
@@ -191,7 +192,9 @@ class Manager:
         FileNotFoundError, which says what was passed over, if there is none to load, and what
         `load` raises.
         """
-        return in_turn(self._ranks, Operation.LOAD, partial(self._find, step, options))
+        state = in_turn(self._ranks, Operation.LOAD, partial(self._find, step, options))
+        self._at = None if self.loaded is None else self.loaded.step
+        return state
 
     def _find(self, step: int | None, given: dict[str, Any], loading: Turn) -> Any:
         def asked() -> int | None:
@@ -341,11 +344,16 @@ class Manager:
         self._retiring.begin()
         self._retire_on_first()
 
+    def _goes_on_from(self) -> int | None:
+        """Not over ranks: what others know to be damaged by then is not known here."""
+        return self._at if self._ranks.world_size == 1 else None
+
     def _retire_on_first(self) -> None:
         if not self._ranks.rank:
             sheltered(self._retiring.retire, "checkpoint-retire")
 
-    def _retire_after_save(self) -> None:
+    def _retire_after_save(self, step: int) -> None:
         """The save itself is done, whatever becomes of old ones."""
+        self._at = step
         with warned(self.root):
             self._retire_on_first()

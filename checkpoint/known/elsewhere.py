@@ -10,8 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 
-from checkpoint.ranks.coordinator import Coordinator
-
 _told: list[tuple[Callable[[], object], frozenset[str]]] = []
 """By the coordinator that each save met by, the last time. Replaced as a whole, in one step."""
 
@@ -21,11 +19,6 @@ def note_told(ranks: object, saves: Iterable[str]) -> None:
     global _told
     others = [one for one in _told if one[0]() is not None and one[0]() is not ranks]
     _told = [*others, (_reference(ranks), frozenset(saves))]
-
-
-def has_told(ranks: Coordinator) -> bool:
-    """Whether all that others know is known here, as of their last save by this coordinator."""
-    return ranks.world_size == 1 or any(one[0]() is ranks for one in _told)
 
 
 def told_saves() -> set[str]:

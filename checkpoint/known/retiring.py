@@ -16,7 +16,7 @@ from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import may_be_directory
 from checkpoint.errors import IncompleteCheckpointError
-from checkpoint.known.manifests import KnownManifests, Listing
+from checkpoint.known.manifests import UNSAID, KnownManifests, Listing
 from checkpoint.known.verdicts import warned
 from checkpoint.known.watched_loads import WatchedLoads
 from checkpoint.series import Finished, changed, outdated, step_path, steps_in
@@ -26,8 +26,9 @@ from checkpoint.sheltered import Cancellation
 class Retiring:
     """For the `Manager` of a root, on its first rank; `keep` and `keep_every` are as there.
 
-    `is_being_saved` tells of saves of this process, `is_told` whether other ranks have said what
-    they found to be damaged, as they do with each save: nothing that is whole may go before.
+    `is_being_saved` tells of saves of this process, `goes_on_from` which step the run is at, None
+    where that is not known: a whole one goes before a save only where this is what was saved last.
+    Who goes back to an older one, and fails to save, needs that again.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Retiring:
         known: KnownManifests,
         loads: WatchedLoads,
         is_being_saved: Callable[[Path], bool],
-        is_told: Callable[[], bool],
+        goes_on_from: Callable[[], int | None],
     ) -> None:
         self._root, self._keep, self._keep_every = root, keep, keep_every
         self._stripe_dirs, self._known, self._loads = stripe_dirs, known, loads
@@ -52,7 +53,7 @@ class Retiring:
         all removals behind it. Who was killed there, or failed, has left what was to go; so may
         have whoever saved steps that are not among these.
         """
-        self._is_being_saved, self._is_told = is_being_saved, is_told
+        self._is_being_saved, self._goes_on_from = is_being_saved, goes_on_from
 
     def begin(self) -> None:
         """What is in the way is to be told again."""
@@ -77,7 +78,7 @@ class Retiring:
                         self._remove(other, None)
                     elif other != step and not is_sure:
                         self._clear(path)
-            if not is_sure and self._is_told() and self._has_more():
+            if not is_sure and self._has_more():
                 self._tried.add(step)  # what is there of it goes when the new one is durable
                 self._remove_old(cancellation)
                 self._tried.discard(step)
@@ -105,8 +106,13 @@ class Retiring:
         return [step for step in self._listed() if may_be_directory(step_path(self._root, step))]
 
     def _has_more(self) -> bool:
-        """Whether there may be more than is to be kept, by what manifests claim."""
+        """Whether there may be more than is to be kept, by what manifests claim, and none of it is
+        what the run goes on from.
+        """
         every, ordered = self._keep_every, [] if self._keep is None else self.ordered()
+        last = next((step for step, saved in ordered if saved != UNSAID), None)
+        if last is None or last != self._goes_on_from():
+            return False
         return any(not every or step % every for step, _ in ordered[self._keep :])
 
     def _remove_old(self, cancellation: Cancellation) -> bool:

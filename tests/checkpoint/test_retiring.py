@@ -132,6 +132,7 @@ def test_who_is_killed_before_old_steps_go_leaves_room_for_the_next_save(
     for step in (9, 10, 12, 14):
         checkpoint.save(state(step), tmp_path / f"step-{step}")
     manager = checkpoint.Manager(tmp_path, keep=2, keep_every=keep_every)
+    assert manager.load()["step"] == 14
     kept = {"step-12", "step-14"} | ({"step-10"} if keep_every else set())
     assert save(manager, 15, background) == kept
     kept = kept - {"step-12"} | {"step-15"}
@@ -187,6 +188,7 @@ def test_what_another_process_was_about_to_remove_goes_before_the_next_save(tmp_
     for step in (1, 2):
         manager.save(step, state(step))
     checkpoint.save(state(3), tmp_path / "step-3")
+    assert manager.load()["step"] == 3
     assert save(manager, 4, background=False) == {"step-2", "step-3"}
     assert manager.steps() == [3, 4]
 
@@ -195,12 +197,31 @@ def test_a_step_that_is_saved_again_stays_until_the_new_one_is_durable(tmp_path:
     for step in (1, 2, 3):
         checkpoint.save(state(step), tmp_path / f"step-{step}")
     manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.load()
     with pytest.raises(TypeError):
         manager.save(1, {"x": object()})
     assert manager.steps() == [1, 3]
     manager.save(1, state(7))
     assert manager.steps() == [1]
     assert manager.load()["step"] == 7
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_what_the_run_goes_back_to_stays_until_a_save_comes_through(
+    tmp_path: Path, loads: bool
+) -> None:
+    """So does all that is there where it is not known what the run goes on from."""
+    for step in (1, 2, 3):
+        checkpoint.save(state(step), tmp_path / f"step-{step}")
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    if loads:
+        manager.load(1)
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            manager.save(2, {"x": object()})
+        assert manager.steps() == [1, 2, 3]
+    manager.save(4, state(4))
+    assert manager.steps() == [4]
 
 
 def test_a_step_that_stays_is_told_once_a_save(

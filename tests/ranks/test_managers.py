@@ -51,17 +51,15 @@ def test_damage_of_a_step_that_one_rank_loads_by_its_number_keeps_the_sound_one(
     assert first["kept"] == second["kept"] == [1, 2, 3]
 
 
-def test_ranks_that_were_killed_before_old_steps_went_have_room_with_their_second_save(
-    tmp_path: Path,
-) -> None:
-    """With the first one they tell of damage, which counts for nothing that is kept."""
+def test_nothing_whole_goes_before_a_save_of_ranks_comes_through(tmp_path: Path) -> None:
+    """What one of them knows to be damaged counts for nothing that is kept."""
     every = run_ranks(rank_managers.left_behind, tmp_path, 2)
     assert every[1]["read"].startswith("CorruptCheckpointError")
     for told in every:
         assert "[Errno 28]" in told["first"]
         assert told["first left"] == ["step-1", "step-2", "step-3"]
         assert "[Errno 28]" in told["second"]
-        assert told["second left"] == ["step-2", "step-3"]
+        assert told["second left"] == ["step-1", "step-2", "step-3"]
         assert told["kept"] == [3, 4], "of 3 the files are as long as they should be"
         assert told["left"] == ["step-3", "step-4"]
 

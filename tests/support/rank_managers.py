@@ -143,7 +143,7 @@ def damage_by_number(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def left_behind(rank: int, folder: Path) -> dict[str, Any]:
-    """Rank 1 reads damage of the newest of more steps than are kept, and has no room at first."""
+    """Rank 1 reads damage of the newest of more steps than are kept, and there is no room."""
     coordinator = checkpoint.GroupCoordinator()
     manager = checkpoint.Manager(folder / "run", keep=1, coordinator=coordinator)
     if rank == 0:
