@@ -14,6 +14,7 @@ from torch import nn
 
 from checkpoint.directory.destination import check_place
 from checkpoint.directory.relocation import StripeDirs
+from checkpoint.ranks.coordinator import apart
 from infinity.autograd.modifying import Parameters, asked, records_of
 from infinity.optim.optimizer import OffloadedOptimizer
 from infinity.optim.stepping import as_norm, clip_coefficient
@@ -207,7 +208,6 @@ class OffloadedModel:
         self._training.check_unchanged()
         self._training.loans.check_unmodified("save()")
         self._training.rank_context.meet(SAVE, max(self._training.steps))
-        self._training.state.flush()
         how = persistence.How(block=block, stripe_dirs=stripe_dirs, only_trainable=only_trainable)
         return persistence.save(self._training, path, extra, how)
 
@@ -238,7 +238,8 @@ class OffloadedModel:
         self._training.rank_context.meet(LOAD, max(self._training.steps))
         self._training.saves.wait_done()
         with self._training.gradients.passes.alone(sys._getframe()):
-            begin, then = self._training.begin_replacing(), self._training.loaded
+            ranks, then = self._training.rank_context.coordinator, self._training.loaded
+            begin = apart(ranks, self._training.begin_replacing)  # others wait for this one
             return loading.load(self._training, path, stripe_dirs, begin=begin, then=then)
 
     @overload
@@ -368,7 +369,6 @@ class OffloadedModel:
         self._training.check_unchanged()
         self._training.loans.check_unmodified("export()")
         self._training.rank_context.meet(SAVE, max(self._training.steps))
-        self._training.state.flush()
         return persistence.export(self._training, folder)
 
     def report(self, drive_endurance: int | str = DRIVE_ENDURANCE) -> Report:

@@ -92,7 +92,7 @@ class How:
 
 
 def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how: How) -> Any:
-    """Save everything that training goes on from. The update must be flushed.
+    """Save everything that training goes on from, once the update is flushed.
 
     Raises ``ValueError`` for ``only_trainable`` where nothing is trained.
 
@@ -105,11 +105,10 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
     ranks = training.rank_context.coordinator
 
     def way(arrival: Arrival) -> Any:
-        training.saves.check_open()
+        # What fails in there fails on all ranks, which then all say so in the next meeting.
+        own = own_states(ranks, training.model, extra, partial(_make_ready, training))
         warn_of_gradients(training, path)
         training.reference.saved(path)
-        # What fails in there fails on all ranks, which then all say so in the next meeting.
-        own = {} if ranks.world_size == 1 else own_states(ranks, training.model, extra)
         request = SaveRequest(
             state=_state(training, own, extra, how),
             path=path,
@@ -128,6 +127,12 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
     return accompanied(
         ranks, Operation.SAVE, lambda arrival: training.saves.before_end(partial(way, arrival))
     )
+
+
+def _make_ready(training: TrainingState) -> None:
+    """What may fail on one rank alone, and is told to the others."""
+    training.saves.check_open()
+    training.state.flush()
 
 
 def _state(
@@ -285,7 +290,7 @@ def _export_alone(training: TrainingState, folder: str | os.PathLike[str]) -> li
 
 
 def _weights_of_rank(training: TrainingState) -> dict[str, Any]:
-    training.saves.check_open()
+    _make_ready(training)
     saving = _saving(training)
     weights: dict[str, Any] = dict(persistent_buffers(training.model)) if saving.rank == 0 else {}
     for leaf in checkpoint_tensors_of(training.model, training.records):

@@ -35,15 +35,22 @@ _BUFFER = "buffer."
 _MODULE = "module."
 
 
-def own_states(coordinator: Coordinator, model: nn.Module, extra: Any) -> dict[str, BytesOfRank]:
+def own_states(
+    coordinator: Coordinator, model: nn.Module, extra: Any, begin: Callable[[], None]
+) -> dict[str, BytesOfRank]:
     """By the number of each rank that has something else than rank 0: that, as this rank has to
     name it. Collective.
 
-    It is a copy, which takes its size in memory. Raises as ``checkpoint.save`` for ``extra``.
+    It is a copy, which takes its size in memory. Raises as ``checkpoint.save`` for ``extra``, and
+    what ``begin``, which comes first, raises on any rank.
     """
+    if coordinator.world_size == 1:
+        begin()
+        return {}
     parts: dict[str, Any] = {_EXTRA: {"value": extra}}
 
     def digests_of_parts() -> dict[str, str]:
+        begin()
         parts.update({_BUFFER + name: buffer for name, buffer in buffers_of(model).items()})
         parts.update({_MODULE + name: state for name, state in module_states(model).items()})
         return {name: _digest(part) for name, part in parts.items()}
