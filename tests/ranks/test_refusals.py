@@ -96,3 +96,14 @@ def test_ranks_that_call_different_things_are_told_which_on_all(tmp_path: Path) 
             f"rank 1 {other}",
         ]
         assert found == re.findall(r"rank \d [^(]+ \(exchange \d+\)", here)[::-1]
+
+
+def test_a_step_that_one_rank_cannot_finish_is_told_by_what_all_save_and_export(
+    tmp_path: Path,
+) -> None:
+    """The others wait for nobody, and the next call works."""
+    first, second = run_ranks(rank_refusals.unfinished_steps, tmp_path, 2)
+    for name in ("save", "export"):
+        assert first[name][0].startswith("AioError"), first
+        assert second[name][0].startswith("RankFailedError: rank 0 failed: AioError"), second
+        assert first[name][1] == second[name][1] == ""

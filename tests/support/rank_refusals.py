@@ -15,9 +15,13 @@ from unittest import mock
 import torch
 
 import checkpoint
+import infinity
+from aio import AioError
 from checkpoint.sheltered import Cancellation
+from swap.tiered import TieredState
 from tests.support.keyboard import Keyboard, keyboard_of
-from tests.support.rank_jobs import complaint
+from tests.support.models import Stack
+from tests.support.rank_jobs import complaint, world
 from tests.support.rank_managers import Part
 
 _NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "the disk of this rank")
@@ -238,3 +242,28 @@ def errors_of_handlers(rank: int, folder: Path) -> str:
     signal.signal(signal.SIGALRM, refuse)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     return complaint(lambda: coordinator.meet(1, 1))
+
+
+def unfinished_steps(rank: int, folder: Path) -> dict[str, list[str]]:
+    """What each call says where rank 0 cannot finish the last step, and then when it can."""
+    told: dict[str, list[str]] = {}
+    flush, failing = TieredState.flush, [False]
+
+    def flushed(state: TieredState) -> None:
+        if failing[0]:
+            failing[0] = False
+            raise AioError("no space", errno=errno.ENOSPC, filename="state.swap")
+        flush(state)
+
+    with (
+        mock.patch.object(TieredState, "flush", flushed),
+        infinity.offload(Stack(), folder, host_memory="256MiB", process_group=world()) as offloaded,
+    ):
+        calls = {
+            "save": partial(offloaded.save, folder / "saved"),
+            "export": partial(offloaded.export, folder / "exported"),
+        }
+        for name, call in calls.items():
+            failing[0] = rank == 0
+            told[name] = [complaint(call), complaint(call)]
+    return told
