@@ -100,9 +100,8 @@ class Manager:
             self._known,
             self._loads,
             is_being_saved,
-            self._goes_on_from,
+            self._ranks.world_size == 1,
         )
-        self._at: int | None = None  # the step that was loaded or saved last
         self.loaded: LoadedStep | None = None
         """What the last `load` loaded; None before the first."""
 
@@ -193,7 +192,7 @@ class Manager:
         `load` raises.
         """
         state = in_turn(self._ranks, Operation.LOAD, partial(self._find, step, options))
-        self._at = None if self.loaded is None else self.loaded.step
+        self._retiring.at = None if self.loaded is None else self.loaded.step
         return state
 
     def _find(self, step: int | None, given: dict[str, Any], loading: Turn) -> Any:
@@ -344,16 +343,12 @@ class Manager:
         self._retiring.begin()
         self._retire_on_first()
 
-    def _goes_on_from(self) -> int | None:
-        """Not over ranks: what others know to be damaged by then is not known here."""
-        return self._at if self._ranks.world_size == 1 else None
-
     def _retire_on_first(self) -> None:
         if not self._ranks.rank:
             sheltered(self._retiring.retire, "checkpoint-retire")
 
     def _retire_after_save(self, step: int) -> None:
         """The save itself is done, whatever becomes of old ones."""
-        self._at = step
+        self._retiring.at = step
         with warned(self.root):
             self._retire_on_first()

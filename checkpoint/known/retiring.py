@@ -26,9 +26,9 @@ from checkpoint.sheltered import Cancellation
 class Retiring:
     """For the `Manager` of a root, on its first rank; `keep` and `keep_every` are as there.
 
-    `is_being_saved` tells of saves of this process, `goes_on_from` which step the run is at, None
-    where that is not known: a whole one goes before a save only where this is what was saved last.
-    Who goes back to an older one, and fails to save, needs that again.
+    `is_being_saved` tells of saves of this process. A whole step goes before a save only where the
+    manager `is_alone` and `at` what was saved last: who goes back to an older one, and fails to
+    save, needs that again, and other ranks may know of damage that is not known here.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Retiring:
         known: KnownManifests,
         loads: WatchedLoads,
         is_being_saved: Callable[[Path], bool],
-        goes_on_from: Callable[[], int | None],
+        is_alone: bool,
     ) -> None:
         self._root, self._keep, self._keep_every = root, keep, keep_every
         self._stripe_dirs, self._known, self._loads = stripe_dirs, known, loads
@@ -53,7 +53,9 @@ class Retiring:
         all removals behind it. Who was killed there, or failed, has left what was to go; so may
         have whoever saved steps that are not among these.
         """
-        self._is_being_saved, self._goes_on_from = is_being_saved, goes_on_from
+        self._is_being_saved, self._is_alone = is_being_saved, is_alone
+        self.at: int | None = None
+        """The step that was loaded or saved last."""
 
     def begin(self) -> None:
         """What is in the way is to be told again."""
@@ -111,7 +113,7 @@ class Retiring:
         """
         every, ordered = self._keep_every, [] if self._keep is None else self.ordered()
         last = next((step for step, saved in ordered if saved != UNSAID), None)
-        if last is None or last != self._goes_on_from():
+        if last is None or last != self.at or not self._is_alone:
             return False
         return any(not every or step % every for step, _ in ordered[self._keep :])
 
@@ -122,11 +124,14 @@ class Retiring:
         finished: list[Finished] = []
         paths = {step: step_path(self._root, step) for step in self._found()}
         self._loads.keep(paths.values())
-        in_doubt = {step for step, path in paths.items() if not path.is_symlink()}
+        in_doubt = set(paths)
         for step in sorted(in_doubt - self._passed_over):
             cancellation.check()
             path = paths[step]
             with warned(path):
+                if path.is_symlink():
+                    in_doubt.discard(step)
+                    continue
                 if self._loads.was_damaged(path):
                     continue
                 self._passed_over.add(step)
