@@ -3,10 +3,8 @@
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +12,9 @@ import pytest
 from aio import AioError
 from swap.update.pipeline import UpdatePipeline
 from swap.update.stages import Stages
-from tests.support.failing_disk import Training, write_of_component
+from tests.support.failing_disk import Training, trainings, write_of_component
 
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Training]]:
-    with ExitStack() as stack:
-        yield lambda **options: Training(stack, tmp_path, **options)
+make = trainings()
 
 
 def _stopped(make: Callable[..., Training]) -> Training:

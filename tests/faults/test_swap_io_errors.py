@@ -9,7 +9,6 @@ import errno
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from aio import AioError
 from swap.plan.layout import PIECE
 from tests.support.examples import examples
-from tests.support.failing_disk import ERRNOS, SIZES, Training, write_of_component
+from tests.support.failing_disk import ERRNOS, SIZES, Training, trainings, write_of_component
 from tests.support.late_engine import Kind
 from tests.support.tiers import Leftovers, same_bits
 
@@ -83,10 +82,7 @@ def test_training_that_meets_an_error_comes_out_the_same(
     assert Leftovers.of(folder) == before
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Any:
-    with ExitStack() as stack:
-        yield lambda **options: Training(stack, tmp_path, **options)
+make = trainings()
 
 
 @pytest.mark.parametrize("after", range(0, 7, 2))

@@ -21,7 +21,7 @@ class _Save:
         self._meanwhile()
         return self is other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
     def done(self) -> bool:
         return self._is_done

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -207,16 +206,17 @@ def test_the_end_waits_for_a_step_that_another_thread_is_taking(
     """Nothing that the step is about to count in is taken down before."""
     model, least = make_model(), least_budget(make_model, tmp_path)
     taken, detach = Training._taken, ModuleResidency.detach
-    is_midway, order = threading.Event(), list[str]()
+    is_midway, is_detached, order = threading.Event(), threading.Event(), list[str]()
 
     def taken_late(*arguments: Any) -> None:
         is_midway.set()
-        time.sleep(0.3)
+        is_detached.wait(0.5)  # not set, where the block waits for this
         taken(*arguments)
         order.append("taken")
 
     def detached(residency: ModuleResidency) -> None:
         order.append("detached")
+        is_detached.set()
         detach(residency)
 
     monkeypatch.setattr(Training, "_taken", taken_late)

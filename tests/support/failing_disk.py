@@ -3,11 +3,12 @@
 import copy
 import errno
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from aio import AioError
@@ -156,3 +157,14 @@ class Training:
         published = {e for e in self.state.components._on_nvme.values() if e is not None}
         spilled = set(self.state.gradients._on_nvme.values())
         assert extents.used_bytes == sum(extent.nbytes for extent in published | spilled)
+
+
+def trainings() -> Callable[..., Iterator[Callable[..., Training]]]:
+    """A module's fixture: ``make = trainings()``; what it makes is closed with the test."""
+
+    @pytest.fixture
+    def make(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+        with ExitStack() as stack:
+            yield lambda **options: Training(stack, tmp_path, **options)
+
+    return make

@@ -220,14 +220,14 @@ def test_speculation_goes_on_after_another_thread_rolled_it_back_as_the_step_was
 
 def test_what_a_handler_rolls_back_as_a_pass_is_opened_is_gone_with_the_next() -> None:
     """It came when nothing was open; then the pass is, and holds nothing that a step asks for."""
-    noted = Noted()
+
+    class Interrupted(Noted):
+        def speculate(self, step: Step) -> None:
+            speculation.roll_back()
+            super().speculate(step)
+
+    noted = Interrupted()
     speculation, layout = _learned(noted)
-
-    def interrupted(step: Step) -> None:
-        speculation.roll_back()
-        noted.calls.append("speculate")
-
-    noted.speculate = interrupted  # type: ignore[method-assign]
     _add(speculation, 0)
     assert noted.calls[:1] == ["speculate"]
     speculation.roll_back()
