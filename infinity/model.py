@@ -165,7 +165,7 @@ class OffloadedModel:
             training.state.flush()
             return records
 
-        return training.loans.lend(chosen, modify, training.saves.wait_read)
+        return training.loans.lend(chosen, modify, training.saves)
 
     def save(
         self,

@@ -18,6 +18,7 @@ from torch import nn
 from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.versions import Versions
+from infinity.background import BackgroundSaves
 from infinity.parameters.offloaded.changes import LentMemory
 from infinity.parameters.offloaded.handlers import check_not_amid, is_amid, runs_program
 from infinity.parameters.offloaded.modes import own_modes
@@ -62,14 +63,15 @@ class Loans:
         self._is_over = False
 
     def lend(
-        self, chosen: Callable[[], Iterable[Record]], modify: bool, taking: Callable[[], None]
+        self, chosen: Callable[[], Iterable[Record]], modify: bool, saves: BackgroundSaves
     ) -> AbstractContextManager[None]:
         """Real tensors in the parameters that ``chosen`` gives, once it is entered, inside. Where
-        its end takes values back, ``taking`` comes before.
+        its end takes values back, ``saves`` have read what was there; the end of the offload block,
+        on another thread, waits for it.
 
         Raises ``RuntimeError`` naming what else was changed inside; nothing is taken back then.
         """
-        return _Loan(self, chosen, modify, taking)
+        return _Loan(self, chosen, modify, saves)
 
     def begin(self, loan: object, chosen: Iterable[Record], modify: bool) -> None:
         """``loan`` is lent the ``chosen``."""
@@ -228,9 +230,9 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
         loans: Loans,
         chosen: Callable[[], Iterable[Record]],
         modify: bool,
-        taking: Callable[[], None],
+        saves: BackgroundSaves,
     ) -> None:
-        self._loans, self._chosen, self._modify, self._taking = loans, chosen, modify, taking
+        self._loans, self._chosen, self._modify, self._saves = loans, chosen, modify, saves
         self._loan, self._is_entered = object(), False
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -239,7 +241,7 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
 
     def _recreate_cm(self) -> _Loan:
         """As a decorator each call has one of its own."""
-        return _Loan(self._loans, self._chosen, self._modify, self._taking)
+        return _Loan(self._loans, self._chosen, self._modify, self._saves)
 
     def __enter__(self) -> None:
         check_not_amid("gathered()")
@@ -258,11 +260,17 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
+            self._saves.before_end(partial(self._leave, kind))
+        finally:
+            self._end()
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        try:
             if not self._is_entered:
                 raise RuntimeError("this gathered block is not entered, or was left before")
             if kind is None:
                 check_not_amid("the end of gathered()", _ENDING)
-                self._taking()
+                self._saves.wait_read()
                 self._loans.take(self._loan)
         finally:
             self._end()
@@ -276,7 +284,11 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
 
 
 _ENDING = frozenset(
-    function.__code__ for function in (_Loan.__del__, _Loan.__exit__, _Loan._end, Loans.give_back)
+    function.__code__
+    for function in (
+        *(_Loan.__del__, _Loan.__exit__, _Loan._leave, _Loan._end),
+        *(BackgroundSaves.before_end, Loans.give_back),
+    )
 )
 
 

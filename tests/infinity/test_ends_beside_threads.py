@@ -248,3 +248,34 @@ def test_a_step_goes_on_where_another_thread_looks_for_views_beside_it(
         backward(model, 0)
         offloaded.step()
         offloaded.flush()
+
+
+def test_the_end_waits_for_changes_that_another_thread_has_kept_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some parameters would have them, and others not."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    write_back, num_kept = SingleRank.write_back, 0
+    is_midway, may_go_on = threading.Event(), threading.Event()
+
+    def kept_late(*arguments: Any) -> None:
+        nonlocal num_kept
+        num_kept += 1
+        if num_kept == 3:
+            is_midway.set()
+            may_go_on.wait(0.5)  # not set, where the block waits for this
+        write_back(*arguments)
+
+    def change() -> None:
+        with offloaded.gathered(modify=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(3.0)
+
+    monkeypatch.setattr(SingleRank, "write_back", kept_late)
+    with ThreadPoolExecutor(1) as other:
+        with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+            changing = other.submit(change)
+            is_midway.wait()
+        may_go_on.set()
+        changing.result()
+    assert all((parameter == 3.0).all() for parameter in model.parameters())
