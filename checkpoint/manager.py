@@ -30,7 +30,7 @@ from checkpoint.directory.relocation import Relocation, may_be_directory
 from checkpoint.format.records import SaveInfo
 from checkpoint.known.manifests import UNSAID, KnownManifests, Listing
 from checkpoint.known.retiring import Retiring
-from checkpoint.known.verdicts import LoadedStep, Verdict, told, warned, weakest
+from checkpoint.known.verdicts import LoadedStep, Verdict, told, weakest
 from checkpoint.known.watched_loads import WatchedLoads
 from checkpoint.loading.api import check_unmixed, for_several, load
 from checkpoint.outside import within
@@ -340,15 +340,12 @@ class Manager:
         has been read, nor those of which another rank knew that when it saved last. What cannot be
         removed is a warning. Of several ranks the first one removes, and nobody waits for it.
         """
-        self._retiring.begin()
-        self._retire_on_first()
-
-    def _retire_on_first(self) -> None:
         if not self._ranks.rank:
-            sheltered(self._retiring.retire, "checkpoint-retire")
+            sheltered(self._retiring.retire_apart, "checkpoint-retire")
 
     def _retire_after_save(self, step: int) -> None:
         """The save itself is done, whatever becomes of old ones."""
         self._retiring.at = step
-        with warned(self.root):
-            self._retire_on_first()
+        with self._retiring.telling():
+            if not self._ranks.rank:
+                sheltered(self._retiring.retire, "checkpoint-retire")

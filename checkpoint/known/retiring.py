@@ -6,8 +6,8 @@ fails takes no step with it that is to be kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aio.process.absence import is_directory
@@ -15,7 +15,7 @@ from checkpoint.directory.generations import generations, prune, remove_checkpoi
 from checkpoint.directory.locate import read_manifest
 from checkpoint.directory.lock import Lock
 from checkpoint.directory.relocation import may_be_directory
-from checkpoint.errors import IncompleteCheckpointError
+from checkpoint.errors import CorruptCheckpointError, IncompleteCheckpointError
 from checkpoint.known.manifests import UNSAID, KnownManifests, Listing
 from checkpoint.known.verdicts import warned
 from checkpoint.known.watched_loads import WatchedLoads
@@ -53,6 +53,10 @@ class Retiring:
         all removals behind it. Who was killed there, or failed, has left what was to go; so may
         have whoever saved steps that are not among these.
         """
+        self._told = set[int | None]()
+        """Of which this save has told what is in the way. None is the root."""
+        self._is_clear = False
+        """Nothing that killed saves left in steps that stay is there."""
         self._is_being_saved, self._is_alone = is_being_saved, is_alone
         self.at: int | None = None
         """The step that was loaded or saved last."""
@@ -61,6 +65,20 @@ class Retiring:
         """What is in the way is to be told again."""
         self._tried.clear()
         self._passed_over.clear()
+        self._told.clear()
+
+    @contextmanager
+    def telling(self, step: int | None = None) -> Iterator[None]:
+        """`warned` of a step, or of the root; once a save."""
+        with warned(self._root if step is None else step_path(self._root, step)):
+            try:
+                yield
+            except (BlockingIOError, FileNotFoundError):
+                raise
+            except (OSError, CorruptCheckpointError):
+                if step not in self._told:
+                    self._told.add(step)
+                    raise
 
     def make_room(self, step: int, cancellation: Cancellation) -> None:
         """Removes of other steps what killed saves left unfinished, or were about to remove: the
@@ -68,30 +86,39 @@ class Retiring:
         """
         self.begin()
         sure_of, self._sure_of = self._sure_of, set()
-        with warned(self._root):
+        was_clear, self._is_clear = self._is_clear, False
+        with self.telling():
             steps = self._listed()
             is_sure = sure_of.issuperset(steps)
             known = self._known if is_sure else KnownManifests()
             for other in steps:
                 cancellation.check()
-                with warned(path := step_path(self._root, other)):
-                    if other != step and known.is_unfinished(path):
+                with self.telling(other):
+                    if other != step and known.is_unfinished(step_path(self._root, other)):
                         self._tried.add(other)
                         self._remove(other, None)
-                    elif other != step and not is_sure:
-                        self._clear(path)
+            others = set(steps) - {step}
+            self._is_clear = was_clear if is_sure else self._clear(others, cancellation)
             if not is_sure and self._has_more():
-                self._tried.add(step)  # what is there of it goes when the new one is durable
+                # What is there of it goes when the new one is durable.
+                staying = {step} if self.at is None else {step, self.at}
+                self._tried |= staying
                 self._remove_old(cancellation)
-                self._tried.discard(step)
+                self._tried -= staying
                 self._passed_over.discard(step)
 
     def retire(self, cancellation: Cancellation) -> None:
-        """Removes what is not to be kept, and what killed saves left."""
+        """Removes what is not to be kept, and what killed saves left, behind `make_room`."""
         self._sure_of = set()
         steps = self._listed()  # what comes after this is new to the next save
-        if self._remove_old(cancellation):
+        if self._remove_old(cancellation) and self._is_clear:
             self._sure_of = set(steps)
+
+    def retire_apart(self, cancellation: Cancellation) -> None:
+        """`retire` without a save of the manager."""
+        self.begin()
+        self._is_clear = self._clear(self._listed(), cancellation)
+        self.retire(cancellation)
 
     def ordered(self) -> Listing:
         """Every step there is something of, those first that do not say when they were saved: they
@@ -128,7 +155,7 @@ class Retiring:
         for step in sorted(in_doubt - self._passed_over):
             cancellation.check()
             path = paths[step]
-            with warned(path):
+            with self.telling(step):
                 if path.is_symlink():
                     in_doubt.discard(step)
                     continue
@@ -155,19 +182,32 @@ class Retiring:
                 self._tried.add(one.step)
         return not left and not in_doubt
 
-    def _clear(self, path: Path) -> None:
-        """Removes what killed saves over a step, that stays, left of themselves."""
+    def _clear(self, steps: Iterable[int], cancellation: Cancellation) -> bool:
+        """Removes what killed saves over steps, that stay, left there. Whether it is gone."""
+        in_the_way = set(steps)
+        for step in sorted(in_the_way):
+            cancellation.check()
+            with self.telling(step):
+                if self._clear_one(step_path(self._root, step)):
+                    self._told.add(step)  # by whatever removed it
+                else:
+                    in_the_way.discard(step)
+        return not in_the_way
+
+    def _clear_one(self, path: Path) -> set[str]:
+        """What cannot be removed."""
         if path.is_symlink() or not may_be_directory(path) or self._is_being_saved(path):
-            return
+            return set()
         if len(generations(path)) > 1:
             with suppress(IncompleteCheckpointError), Lock(path):
-                prune(path, read_manifest(path).uuid, self._stripe_dirs)
+                return prune(path, read_manifest(path).uuid, self._stripe_dirs)
+        return set()
 
     def _remove(self, step: int, uuid: str | None) -> bool:
         """Whether it is gone. Nothing is done to what another thread saves, which has its lock."""
         path = step_path(self._root, step)
         self._known.forget(path)  # a removal that fails midway leaves what is unfinished
-        with warned(path):
+        with self.telling(step):
             if not self._is_being_saved(path) and remove_checkpoint(path, uuid, self._stripe_dirs):
                 self._loads.forget(path)
                 return True

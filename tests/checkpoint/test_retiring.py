@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint.known.manifests import KnownManifests
 from checkpoint.series import changed
 from tests.support.memory import folder_in_memory
 
@@ -170,6 +171,109 @@ def test_what_a_killed_save_over_a_step_that_stays_left_is_gone_before_the_next_
     assert len(looking.found - {"manifest.json"}) == 1
     assert manager.steps() == [4]
     assert len(list(stripe.iterdir())) == striped
+
+
+def killed_over(path: Path) -> None:
+    """A save over a step is killed when its data have begun."""
+    killed = (
+        "import os, sys, torch, checkpoint\n"
+        "class Kills:\n"
+        "    dtype, shape = torch.uint8, (3,)\n"
+        "    def read(self, start, out): os.kill(os.getpid(), 9)\n"
+        "checkpoint.save({'x': Kills()}, sys.argv[1])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", killed, path], check=False)
+    assert run.returncode == -signal.SIGKILL
+    assert len(list(path.glob("*/"))) == 2
+
+
+def test_retire_removes_what_a_killed_save_over_a_step_that_stays_left(tmp_path: Path) -> None:
+    checkpoint.save(state(1), tmp_path / "step-1")
+    killed_over(tmp_path / "step-1")
+    manager = checkpoint.Manager(tmp_path)
+    manager.retire()
+    assert len(list(manager.path(1).glob("*/"))) == 1
+    assert manager.load()["step"] == 1
+
+
+def test_what_killed_saves_left_that_could_not_be_removed_for_a_moment_goes_before_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint.save(state(1), tmp_path / "step-1")
+    killed_over(tmp_path / "step-1")
+    manager = checkpoint.Manager(tmp_path, keep=None)
+    failing(monkeypatch, "r0-0.safetensors")
+    manager.save(2, state(2))
+    assert len([text for text in caplog.messages if "cannot remove" in text]) == 1
+    assert len(list(manager.path(1).glob("*/"))) == 2
+    manager.save(3, state(3))
+    assert len(list(manager.path(1).glob("*/"))) == 1
+    assert manager.load(1)["step"] == 1
+
+
+@pytest.mark.parametrize("damage", ["manifest", "unreadable manifest", "leftover", "root"])
+def test_what_is_in_the_way_is_told_once_a_save(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
+) -> None:
+    """Whatever of looking, of clearing and of removing comes upon it."""
+    for step in (1, 2):
+        checkpoint.save(state(step), tmp_path / f"step-{step}")
+    killed_over(tmp_path / "step-1")
+    manifest = tmp_path / "step-1" / "manifest.json"
+
+    def refuse(owner: Any, name: str, broken: Path) -> None:
+        plain = getattr(owner, name)
+
+        def refused(path: Any, *arguments: Any, **options: Any) -> Any:
+            if path == broken or path == os.fspath(broken):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
+            return plain(path, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, refused)
+
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.load()
+    match damage:
+        case "manifest":
+            content = manifest.read_bytes()
+            manifest.write_bytes(content[:-1] + b" ")
+        case "unreadable manifest":
+            refuse(os, "stat", manifest)
+            refuse(os, "open", manifest)
+        case "root":
+            refuse(Path, "iterdir", tmp_path)
+        case _:
+            home = manifest.parent
+            for left in home.glob("*/"):
+                refuse(os, "rmdir", left)
+    for step in (3, 3):
+        caplog.clear()
+        manager.save(step, state(step))
+        told = ("passed over", "cannot be removed", "cannot remove")
+        assert len([text for text in caplog.messages if any(one in text for one in told)]) == 1
+    assert checkpoint.load(manager.path(3))["step"] == 3
+
+
+def test_what_the_run_is_at_stays_where_what_it_passed_over_is_readable_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        checkpoint.save(state(step), tmp_path / f"step-{step}")
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    with monkeypatch.context() as patch:
+        saved = KnownManifests.saved
+
+        def unsaid(known: KnownManifests, path: Path) -> int | None:
+            return None if path.name == "step-2" else saved(known, path)
+
+        patch.setattr(KnownManifests, "saved", unsaid)
+        manager.load(1)
+        with pytest.raises(TypeError):
+            manager.save(3, {"x": object()})
+    assert manager.steps() == [1, 2]
 
 
 def test_what_another_process_left_goes_after_a_save_that_failed(tmp_path: Path) -> None:
