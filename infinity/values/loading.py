@@ -140,8 +140,12 @@ def _replace(
     """
     ranks = training.rank_context
     saved, targets = apart(ranks.coordinator, lambda: _checked(training, path, read, fits, change))
-    begin()
-    change.begin(_scope(training, saved))
+
+    def begin_here() -> None:
+        begin()
+        change.begin(_scope(training, saved))
+
+    apart(ranks.coordinator, begin_here)
 
     def replace() -> tuple[Any, dict[str, Any]]:
         ranks.weights.drop()

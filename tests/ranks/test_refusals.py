@@ -107,3 +107,15 @@ def test_a_step_that_one_rank_cannot_finish_is_told_by_what_all_save_and_export(
         assert first[name][0].startswith("AioError"), first
         assert second[name][0].startswith("RankFailedError: rank 0 failed: AioError"), second
         assert first[name][1] == second[name][1] == ""
+
+
+def test_a_stopped_step_that_one_rank_cannot_forget_fails_a_load_on_all_at_once(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(rank_refusals.steps_not_forgotten, tmp_path, 2)
+    assert first[0].startswith("OSError"), first
+    assert first[1].startswith("MemoryError"), first
+    failed = "RankFailedError: rank 0 failed: "
+    assert second[0].startswith(f"{failed}OSError"), second
+    assert second[1].startswith(f"{failed}MemoryError"), second
+    assert first[2:] == second[2:] == ["", ""]

@@ -267,3 +267,25 @@ def unfinished_steps(rank: int, folder: Path) -> dict[str, list[str]]:
             failing[0] = rank == 0
             told[name] = [complaint(call), complaint(call)]
     return told
+
+
+def steps_not_forgotten(rank: int, folder: Path) -> list[str]:
+    """What loads say that rank 0 cannot finish, then cannot begin, and then can; and a save."""
+    stopped = (
+        nullcontext() if rank else _stopped("infinity.values.loading.restore_scalars", OSError)
+    )
+    kept = nullcontext() if rank else _stopped("swap.tiered.TieredState.discard_step", MemoryError)
+    with infinity.offload(
+        Stack(), folder, host_memory="256MiB", process_group=world()
+    ) as offloaded:
+        offloaded.save(folder / "saved")
+        load = partial(offloaded.load, folder / "saved")
+        with stopped:
+            told = [complaint(load)]
+        with kept:
+            told.append(complaint(load))
+        return [*told, complaint(load), complaint(partial(offloaded.save, folder / "saved"))]
+
+
+def _stopped(target: str, error: type[Exception]) -> AbstractContextManager[Any]:
+    return mock.patch(target, side_effect=error("of this rank"))
