@@ -99,6 +99,7 @@ class Retiring:
                         self._remove(other, None)
             others = set(steps) - {step}
             self._is_clear = was_clear if is_sure else self._clear(others, cancellation)
+            self._is_clear &= step not in steps  # what was there of it may fail to go
             if not is_sure and self._has_more():
                 # What is there of it goes when the new one is durable.
                 staying = {step} if self.at is None else {step, self.at}

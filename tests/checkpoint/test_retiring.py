@@ -211,6 +211,19 @@ def test_what_killed_saves_left_that_could_not_be_removed_for_a_moment_goes_befo
     assert manager.load(1)["step"] == 1
 
 
+def test_what_a_save_took_the_place_of_and_could_not_remove_for_a_moment_goes_before_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(1, state(1))
+    failing(monkeypatch, "r0-0.safetensors")
+    manager.save(1, state(2))
+    assert len(list(manager.path(1).glob("*/"))) == 2
+    manager.save(2, state(3))
+    assert len(list(manager.path(1).glob("*/"))) == 1
+    assert manager.load(1)["step"] == 2
+
+
 @pytest.mark.parametrize("damage", ["manifest", "unreadable manifest", "leftover", "root"])
 def test_what_is_in_the_way_is_told_once_a_save(
     tmp_path: Path,
