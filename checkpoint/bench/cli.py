@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, DiskSpaceError) as error:
         return _complain(console, error, EXIT_USAGE)
     try:
-        with _signals_end():
-            code = _Bench(options, schedule, console).run()
+        with _signals_end() as ended:
+            code = _Bench(options, schedule, console, ended).run()
         with naming(output.NAME):
             print(end="", flush=True)  # nothing where it is closed
         return code
@@ -92,19 +92,23 @@ def _complain(console: Console, error: Exception, code: int) -> int:
 
 
 @contextmanager
-def _signals_end() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise `_EndedError`, once: what cleans up is not interrupted."""
+def _signals_end() -> Iterator[list[_EndedError]]:
+    """SIGINT, SIGTERM and SIGHUP raise `_EndedError`, once: what cleans up is not interrupted. It
+    is in the list as well, for where the library of a peer makes another error of it, or none.
+    """
+    ended: list[_EndedError] = []
 
     def end(number: int, _: FrameType | None) -> None:
         for other in handled:
             signal.signal(other, signal.SIG_IGN)
-        raise _EndedError(number)
+        ended.append(_EndedError(number))
+        raise ended[0]
 
     handled = {number: signal.getsignal(number) for number in _ENDING}
     for number in handled:
         signal.signal(number, end)
     try:
-        yield
+        yield ended
     finally:
         for number, before in handled.items():
             signal.signal(number, before)
@@ -140,7 +144,14 @@ def _print_whole(screen: Console, table: Table) -> None:
 class _Bench:
     """One run of the program, from the states to the results."""
 
-    def __init__(self, options: Options, schedule: Schedule, console: Console) -> None:
+    def __init__(
+        self,
+        options: Options,
+        schedule: Schedule,
+        console: Console,
+        ended: Sequence[_EndedError],
+    ) -> None:
+        self._ended = ended
         self._options = options
         self._schedule = schedule
         self._console = console
@@ -202,6 +213,8 @@ class _Bench:
             task = progress.add_task("", total=total)
 
             def on_step(name: str, nbytes: int) -> None:
+                if self._ended:
+                    raise self._ended[0]
                 progress.update(task, description=name, advance=nbytes)
 
             yield on_step

@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from infinity.arguments import directories_of, disk_of
+from infinity.activations.tiers import mode_of
+from infinity.arguments import directories_of, disk_of, named_device
 from infinity.commands.largest import largest
-from infinity.commands.sources import DEFAULT, DTYPES, source_of
+from infinity.commands.sources import DEFAULT, DTYPES, UsageError, source_of
 from infinity.commands.waiting import told
 from infinity.optim.adamw import AdamW
 from infinity.planning.plan import Plan, plan
@@ -22,8 +23,14 @@ from swap.tiers import parse_bytes
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
+_SIZES = ("host_memory", "device_memory", "space", "max_parameter_bytes", "drive_endurance")
+
+
 def run_plan(options: argparse.Namespace, console: Console) -> bool:
-    """Print the plan; whether it fits. Raises ``ValueError`` and ``OSError`` as ``plan`` does."""
+    """Print the plan; whether it fits. Raises ``ValueError`` and ``OSError`` as ``plan`` does, and
+    ``UsageError``.
+    """
+    _check(options)
     found, text, facts = (_largest if options.largest else _planned)(options)
     if options.json:
         document = {"source": text, **found.to_json(), **facts}
@@ -34,6 +41,21 @@ def run_plan(options: argparse.Namespace, console: Console) -> bool:
     for name, value in facts.items():
         console.print(f"\n{name.replace('_', ' ')}: {value}")
     return found.fits
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ``UsageError`` for what makes no sense, whatever the model: who asks by the exit code
+    whether one fits is not to take a slip of the pen for the answer.
+    """
+    try:
+        for name in _SIZES:
+            if (size := getattr(options, name)) is not None:
+                parse_bytes(size, name="--space" if name == "space" else name)
+        if options.device is not None:
+            named_device(options.device)
+        mode_of(options.activations)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _planned(options: argparse.Namespace) -> tuple[Plan, str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What ckpt-bench makes of its words, and which ones it refuses, by name."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,19 @@ def test_directories_that_cannot_be_used_are_refused_by_name(directory: Path) ->
         parse(directory, "--dir", str(directory / "missing"))
     with pytest.raises(UsageError, match="--dir names a directory twice"):
         parse(directory, "--dir", f"{directory}/../ssd")
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_results_for_a_folder_that_is_not_ours_are_refused_before_they_are_measured(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    ours = {directory, tmp_path / "ours.png"}  # root may write to all of them
+    monkeypatch.setattr(os, "access", lambda path, _: path in ours)
+    with pytest.raises(UsageError, match=f"{option} .*other.png cannot be written"):
+        parse(directory, option, str(tmp_path / "other.png"))
+    assert parse(directory, option, str(tmp_path / "ours.png"))
+    ours.add(tmp_path)
+    assert parse(directory, option, str(tmp_path / "other.png"))
 
 
 @pytest.mark.parametrize("option", ["--dir", "--state", "--json", "--plot"])

@@ -117,19 +117,38 @@ def test_plan_of_names_nested_without_end_is_refused(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--device", "tpu"], "device='tpu'"),
         (["--ranks", "9" * 30], "world_size"),
         (["--passes", "9" * 400], "passes"),
-        (["--host-memory", "9" * 400], "host_memory"),
-        (["--space", "9" * 400, "--largest"], "--space"),
     ],
 )
 def test_plan_of_arguments_out_of_range_names_them(
     words: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = [] if "--largest" in words else ["1M"]
-    assert main(["plan", *count, *words]) == 1
+    assert main(["plan", "1M", *words]) == 1
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--device", "tpu"], "device='tpu'"),
+        (["--activations", "disk"], "activations='disk'"),
+        (["--host-memory", "9" * 400], "host_memory"),
+        (["--host-memory", "32 gigs"], "host_memory='32 gigs'"),
+        (["--device-memory", "0"], "device_memory='0'"),
+        (["--max-parameter-bytes", "x"], "max_parameter_bytes='x'"),
+        (["--drive-endurance", "x"], "drive_endurance='x'"),
+        (["--space", "9" * 400, "--largest"], "--space"),
+    ],
+)
+def test_plan_of_words_that_make_no_sense_is_misuse_and_no_model_that_does_not_fit(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = [] if "--largest" in words else ["1M"]
+    assert main(["plan", *count, *words]) == 2
+    shown = capsys.readouterr()
+    assert named in shown.err
+    assert shown.out == ""
 
 
 def test_plan_over_ranks_is_that_of_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:

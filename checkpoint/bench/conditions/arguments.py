@@ -340,5 +340,7 @@ def _check_outputs(options: Options) -> None:
             continue
         if path.is_dir() or not path.parent.is_dir():
             raise UsageError(f"{option} {path} cannot be written: not a file in a directory")
+        if not any(os.access(place, os.W_OK) for place in (path, path.parent)):
+            raise UsageError(f"{option} {path} cannot be written: neither it nor its directory is")
     if options.plot is not None and options.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--plot {options.plot} does not end in .png, .svg or .pdf")

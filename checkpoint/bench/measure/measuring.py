@@ -42,7 +42,9 @@ class Row:
 
 
 OnStep = Callable[[str, int], None]
-"""Called with the contestant at work, and with the bytes that it has saved and loaded since."""
+"""Called with the contestant at work, and with the bytes that it has saved and loaded since. What
+it raises ends the measurement.
+"""
 
 
 class Measurement:
@@ -66,9 +68,11 @@ class Measurement:
         What cannot work shows before minutes have gone by, and what takes time once (imports,
         compilers) has taken it. Raises what `run` raises.
         """
-        self._take_turns(self.rows, [State(gpt_workload(REHEARSAL_BYTES))], on_step)
-        for row in self.rows:
-            row.samples.clear()
+        try:
+            self._take_turns(self.rows, [State(gpt_workload(REHEARSAL_BYTES))], on_step)
+        finally:
+            for row in self.rows:
+                row.samples.clear()
 
     def run(self, runs: int, on_step: OnStep) -> None:
         """Adds one sample per run to every row.
@@ -87,10 +91,10 @@ class Measurement:
             state = states[row.contestant.workload % len(states)]
             on_step(row.contestant.system.name, 0)
             if row.failure is None:
-                self._try(row, state)
+                self._try(row, state, on_step)
             on_step(row.contestant.system.name, 2 * state.nbytes)
 
-    def _try(self, row: Row, state: State) -> None:
+    def _try(self, row: Row, state: State, on_step: OnStep) -> None:
         try:
             row.samples.append(self._measure(row.contestant, state))
         except DiskSpaceError:
@@ -98,6 +102,8 @@ class Measurement:
         except Exception as error:  # of whatever kind: a peer is a library of others
             if row.contestant.role != "peer":
                 raise
+            # An interrupt may be what a peer has made an error of.
+            on_step(row.contestant.system.name, 0)
             row.failure = f"{type(error).__name__}: {error}"
             state.fill()
 

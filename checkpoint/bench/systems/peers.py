@@ -109,15 +109,30 @@ class Dcp(OneFolder):
         from torch.distributed.checkpoint.state_dict_saver import save
 
         writer = FileSystemWriter(place.main, thread_count=_DCP_THREADS)
-        save(dict(state.tensors), storage_writer=writer, no_dist=True)
+        with _raising_causes():
+            save(dict(state.tensors), storage_writer=writer, no_dist=True)
 
     def load_folder(self, state: State, place: Place) -> dict[str, torch.Tensor]:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         tensors = dict(state.tensors)
-        load(tensors, storage_reader=FileSystemReader(place.main), no_dist=True)
+        with _raising_causes():
+            load(tensors, storage_reader=FileSystemReader(place.main), no_dist=True)
         return tensors
+
+
+@contextmanager
+def _raising_causes() -> Iterator[None]:
+    """DCP raises what is no `Exception`, also for one: that would end the whole measurement. An
+    interrupt is in it as well.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(cause for cause, _ in error.failures.values()) from error
 
 
 class Zarr(OneFolder):
