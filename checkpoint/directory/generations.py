@@ -278,9 +278,11 @@ def remove_checkpoint(checkpoint: Path, uuid: str | None, stripes: Sequence[Path
         if _uuid_of(checkpoint) != uuid:
             return False
         (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)
-        sync_directory(checkpoint)
+        found = generations(checkpoint)
+        if found or uuid is not None:  # not again and again for what others keep there
+            sync_directory(checkpoint)
         failures = []
-        for generation in generations(checkpoint):
+        for generation in found:
             try:
                 remove_generation(checkpoint, generation, stripes)
             except OSError as error:

@@ -113,7 +113,7 @@ class Retiring:
         self._sure_of = set()
         steps = self._listed()  # what comes after this is new to the next save
         if self._remove_old(cancellation) and self._is_clear:
-            self._sure_of = set(steps)
+            self._sure_of = {*steps} & {*self._listed()}  # others may use a number that is gone
 
     def retire_apart(self, cancellation: Cancellation) -> None:
         """`retire` without a save of the manager."""

@@ -360,3 +360,28 @@ def test_a_step_that_stays_is_told_once_a_save(
             assert len(told) == 1
     manager.save(2, state(2))
     assert manager.steps() == [2]
+
+
+def test_a_number_that_something_else_uses_again_is_looked_at_before_the_next_save(
+    tmp_path: Path,
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    checkpoint.save(state(3), manager.path(1))
+    manager.load()
+    assert save(manager, 9, False) == {"step-1"}
+
+
+def test_what_others_keep_in_folders_of_old_steps_costs_a_save_no_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = checkpoint.Manager(tmp_path, keep=1)
+    for step in range(5):
+        manager.save(step, state(step))
+        (manager.path(step) / "notes.json").write_text("{}")
+    synced = list[Path]()
+    monkeypatch.setattr("checkpoint.directory.generations.sync_directory", synced.append)
+    manager.save(5, state(5))
+    assert set(synced) == {manager.path(4)}
+    assert all((manager.path(step) / "notes.json").exists() for step in range(5))
