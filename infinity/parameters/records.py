@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -185,6 +186,26 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
             )
     if not parameter.is_leaf:
         raise ValueError(f"{name} is not a leaf tensor; offload parameters, not results")
+    if functions := _own_functions(type(parameter)):
+        raise TypeError(
+            f"{name} is a {type(parameter).__name__}, whose {functions} would not be asked inside "
+            "the block, where parameters have a class of the library; give the module "
+            "nn.Parameter(parameter.detach().as_subclass(torch.Tensor).clone()) in its place, and "
+            "compute what that class does in the module's forward, or in a parametrization"
+        )
+
+
+def _own_functions(kind: Any) -> str | None:
+    """By what a class of parameters answers operations of torch in its own way, which would be
+    lost without a word.
+    """
+    tensor: Any = torch.Tensor
+    asked = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    if asked not in (tensor.__torch_function__.__func__, nn.Parameter.__torch_function__):
+        return "__torch_function__"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "__torch_dispatch__"
+    return None
 
 
 def least_arena_bytes(model: nn.Module, records: Sequence[Record], *, on_host: bool = True) -> int:
