@@ -161,9 +161,7 @@ class OffloadedModel:
 
         def chosen() -> Sequence[Record]:
             training.check_unchanged()
-            records = records_of(params, training.records, training.index_of)
-            training.state.flush()
-            return records
+            return records_of(params, training.records, training.index_of)
 
         return training.loans.lend(chosen, modify, training.saves)
 

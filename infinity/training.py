@@ -100,7 +100,7 @@ class Training:
         )
         self.versions = Versions(records, self.residency)
         self._views = KeptViews(records, rank_context.weights.held, self.residency)
-        self.loans = Loans(records, self.residency, rank_context, self.versions, self._views)
+        self.loans = Loans(records, state, self.residency, rank_context, self.versions, self._views)
         self.saves = BackgroundSaves()
         passes = Passes(self._end_pass) if self.rule.kept_by is None else None
         hooked = (self.residency, self._phases, self.versions, self._saved)

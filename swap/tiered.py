@@ -29,6 +29,7 @@ from swap.gradients.store import GradientStore
 from swap.interruptions.apart import run_apart
 from swap.interruptions.forks import check_process
 from swap.interruptions.mixture import Mixture
+from swap.interruptions.refusals import Refusals, refuse_at_end
 from swap.interruptions.undo import Undo
 from swap.masters import components_from, values_from
 from swap.memory.passage import Passage, wide_passage
@@ -79,7 +80,8 @@ class TieredState:
         self._process = os.getpid()
         self.num_changes = 0  # grows before a step, or somebody who writes values, changes any
         self.changing = threading.RLock()  # who saves waits for it; a rule may, within
-        self._takes_steps, self.is_kept = True, False  # kept: values are to be read after ``close``
+        self.refusals = Refusals()  # checked by who is ``changing`` values
+        self.is_kept = False  # whether values are to be read after ``close``
         self._undo, self._after_close = Undo(), after_close
         self._undo.callback(after_close)
         if undo is not None:
@@ -322,7 +324,7 @@ class TieredState:
 
     def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
         with self.changing:
-            self.check_takes_steps()
+            self.refusals.check()
             self.num_changes += 1
             small, moving = self.components.parted(step.touched(self.layout.subgroups))
             self.weights.schedule.end_cycle()
@@ -345,12 +347,7 @@ class TieredState:
     def end_steps(self) -> None:
         """A step (or load) from now on, of any thread, is refused: values are to be given out."""
         with self.changing:
-            self._takes_steps = False
-
-    def check_takes_steps(self) -> None:
-        """Raises ``RuntimeError`` from then on. To be ``changing``."""
-        if not self._takes_steps:
-            raise RuntimeError("the block of the model ends: no step is taken any more, nor a load")
+            self.refusals.add(refuse_at_end)
 
     def flush(self) -> None:
         """Wait until every value is at home; finishes a step that an I/O error stopped, or raises

@@ -26,6 +26,7 @@ from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.weight import TiledWeight
 from swap.interruptions.apart import run_apart
+from swap.tiered import TieredState
 
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor | None
 
@@ -40,12 +41,13 @@ class Loans:
     def __init__(
         self,
         records: Sequence[Record],
+        state: TieredState,
         residency: ModuleResidency,
         rank_context: RankContext,
         versions: Versions,
         views: KeptViews,
     ) -> None:
-        self._records = records
+        self._records, self._state = records, state
         self._residency = residency
         self._rank_context = rank_context
         self._versions = versions
@@ -61,6 +63,7 @@ class Loans:
         self._kept: list[weakref.finalize[..., Any]] = []
         """Looks for changes in memory that programs kept a part of, maybe, when it went back."""
         self._is_over = False
+        state.refusals.add(self._refuse_changes)  # by a thread that looked before one here asked
 
     def lend(
         self, chosen: Callable[[], Iterable[Record]], modify: bool, saves: BackgroundSaves
@@ -105,6 +108,10 @@ class Loans:
         self.take_in_left()
         self._refuse(self._modified(), what, "would write the values from before")
 
+    def _refuse_changes(self) -> None:
+        lent = self._residency.kept_out
+        self._refuse(lent, "a step or a load", "would not see its values, nor it those")
+
     def _refuse(self, indices: Collection[int], what: str, why: str) -> None:
         if indices:
             raise RuntimeError(
@@ -126,6 +133,7 @@ class Loans:
         self._versions.note(lent)  # a save looks for changes of what is not lent
         self._residency.let_in(lent)
         self._versions.note(lent)
+        self._state.refusals.remove(self._refuse_changes)
         if lent and kind is None:
             raise RuntimeError(
                 f"the offload block ended inside gathered() of {self._listed(lent)}, and what was "
@@ -135,6 +143,7 @@ class Loans:
     @own_modes  # or changes would not be counted
     def _hand_out(self, indices: Sequence[int]) -> None:
         self._residency.keep_out(indices)
+        self._state.flush()  # only now: a step that another thread began before is seen here
         for index in indices:
             values, memory = LentMemory.of(self._rank_context.weight_of(self._records[index]))
             if memory is not None:

@@ -186,7 +186,7 @@ def _checked(
     fits: Callable[[Any], None],
     change: Change,
 ) -> tuple[dict[str, Any], Targets]:
-    training.state.check_takes_steps()
+    training.state.refusals.check()
     saved = _read_scalars(training, path, read)
     targets = targets_of(training, saved)
     fits(targets.same)

@@ -1,0 +1,102 @@
+"""Steps and loads that have looked whether something is lent before another thread asks for it."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.autograd.modifying import Loans
+from infinity.autograd.residency import ModuleResidency
+from infinity.model import OffloadedModel
+from tests.support.adamw_model import backward, make_model
+from tests.support.training import least_budget, same_values, values_of
+
+
+def _trained(folder: Path, beside: Callable[[OffloadedModel], None]) -> dict[str, torch.Tensor]:
+    """What two steps make of the model, with something in place of the second one."""
+    model, least = make_model(), least_budget(make_model, folder)
+    with infinity.offload(model, folder, host_memory=least) as offloaded:
+        backward(model, 0)
+        offloaded.step()
+        backward(model, 1)
+        beside(offloaded)
+    return values_of(model)
+
+
+@pytest.mark.parametrize("modify", [False, True])
+def test_a_step_that_began_before_a_parameter_was_lent_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modify: bool
+) -> None:
+    """What was lent would be the values of before, and as it came back the step was lost."""
+    check, has_looked, may_go_on = Loans.check_none, threading.Event(), threading.Event()
+
+    def check_early(*arguments: Any) -> None:
+        check(*arguments)
+        has_looked.set()
+        may_go_on.wait(10)
+
+    def beside(offloaded: OffloadedModel) -> None:
+        with ThreadPoolExecutor(1) as other:
+            monkeypatch.setattr(Loans, "check_none", check_early)
+            stepping = other.submit(offloaded.step)
+            has_looked.wait()
+            monkeypatch.undo()
+            with offloaded.gathered(modify=modify):
+                may_go_on.set()
+                with pytest.raises(RuntimeError, match=r"a step or a load inside gathered\(\)"):
+                    stepping.result()
+        offloaded.step()
+
+    assert same_values(_trained(tmp_path, beside), _trained(tmp_path, OffloadedModel.step))
+
+
+def test_a_load_that_began_before_a_parameter_was_lent_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, has_looked, may_go_on = Loans.check_none, threading.Event(), threading.Event()
+
+    def check_early(*arguments: Any) -> None:
+        check(*arguments)
+        has_looked.set()
+        may_go_on.wait(10)
+
+    def beside(offloaded: OffloadedModel) -> None:
+        offloaded.save(tmp_path / "saved")
+        with ThreadPoolExecutor(1) as other:
+            monkeypatch.setattr(Loans, "check_none", check_early)
+            loading = other.submit(offloaded.load, tmp_path / "saved")
+            has_looked.wait()
+            monkeypatch.undo()
+            with offloaded.gathered(modify=True):
+                may_go_on.set()
+                with pytest.raises(RuntimeError, match=r"a step or a load inside gathered\(\)"):
+                    loading.result()
+        offloaded.step()
+
+    assert same_values(_trained(tmp_path, beside), _trained(tmp_path, OffloadedModel.step))
+
+
+def test_what_is_lent_is_what_a_step_that_came_just_before_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_out, lent = ModuleResidency.keep_out, list[dict[str, torch.Tensor]]()
+
+    def beside(offloaded: OffloadedModel) -> None:
+        def keep_out_late(*arguments: Any) -> None:
+            monkeypatch.undo()
+            with ThreadPoolExecutor(1) as other:
+                other.submit(offloaded.step).result()
+            keep_out(*arguments)
+
+        monkeypatch.setattr(ModuleResidency, "keep_out", keep_out_late)
+        with offloaded.gathered(modify=True):
+            lent.append(values_of(offloaded.model))
+
+    trained = _trained(tmp_path, OffloadedModel.step)
+    assert same_values(_trained(tmp_path, beside), trained)
+    assert same_values(lent[0], trained)
