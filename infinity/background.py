@@ -44,6 +44,11 @@ class BackgroundSaves:
                 "and wait for threads that do, inside the `with` block"
             )
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the block ends: it may not wait for a ``call`` that began after that."""
+        return self._is_over
+
     def end(self) -> None:
         """The block ends: wait for calls of other threads; later ones are refused. Idempotent."""
         self._is_over = True  # who does not see that has its turn among these

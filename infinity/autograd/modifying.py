@@ -84,11 +84,13 @@ class Loans:
         self._lent[loan] = indices, modify
         self._hand_out(new)
 
-    def take(self, loan: object) -> None:
-        """Have the values of ``loan`` if it is there to modify them, and nobody else still has."""
+    def take(self, loan: object, *, is_late: bool) -> None:
+        """Have the values of ``loan`` if it is there to modify them, and nobody else still has; of
+        one that ``is_late`` none, for the end of the offload block goes on beside it.
+        """
         self.take_in_left()
         indices, modify = self._lent[loan]
-        self._check_open()
+        self._check_open(is_late=is_late)
         self._versions.check()
         self._residency.check_faces(indices)
         if modify:
@@ -215,8 +217,8 @@ class Loans:
         """How many asked for each to modify it."""
         return Counter(i for indices, modify in self._lent.values() if modify for i in indices)
 
-    def _check_open(self) -> None:
-        if self._is_over:
+    def _check_open(self, *, is_late: bool) -> None:
+        if self._is_over or is_late:
             raise RuntimeError(
                 "the offload block ended inside gathered(), and what was changed there is lost; "
                 "leave the gathered block first"
@@ -274,13 +276,14 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
             self._end()
 
     def _leave(self, kind: type[BaseException] | None) -> None:
+        is_late = self._saves.is_over  # if not, the end of the block waits for this
         try:
             if not self._is_entered:
                 raise RuntimeError("this gathered block is not entered, or was left before")
             if kind is None:
                 check_not_amid("the end of gathered()", _ENDING)
                 self._saves.wait_read()
-                self._loans.take(self._loan)
+                self._loans.take(self._loan, is_late=is_late)
         finally:
             self._end()
 

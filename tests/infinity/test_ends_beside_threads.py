@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import checkpoint
 import infinity
 from infinity.autograd.kept_views import KeptViews
+from infinity.autograd.modifying import Loans
 from infinity.autograd.residency import ModuleResidency
 from infinity.ranks.context import SingleRank
 from infinity.restoring import Restoring
@@ -279,3 +280,45 @@ def test_the_end_waits_for_changes_that_another_thread_has_kept_in_part(
         may_go_on.set()
         changing.result()
     assert all((parameter == 3.0).all() for parameter in model.parameters())
+
+
+def test_changes_that_another_thread_brings_when_the_block_ends_are_refused_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for those no more, and some parameters would have them."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    write_back, end, num_kept = SingleRank.write_back, Loans.end, 0
+    is_inside, may_leave, is_given_back = (threading.Event() for _ in range(3))
+
+    def kept_late(*arguments: Any) -> None:
+        nonlocal num_kept
+        num_kept += 1
+        if num_kept == 3:
+            is_given_back.wait(10)
+        write_back(*arguments)
+
+    def end_beside(*arguments: Any) -> None:
+        may_leave.set()
+        wait([changing], 0.5)  # no longer, where changes are being kept
+        end(*arguments)
+
+    def change() -> None:
+        with offloaded.gathered(modify=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(3.0)
+            is_inside.set()
+            may_leave.wait(10)
+
+    monkeypatch.setattr(SingleRank, "write_back", kept_late)
+    monkeypatch.setattr(Loans, "end", end_beside)
+    before = values_of(model)
+    with ThreadPoolExecutor(1) as other:
+        try:
+            with infinity.offload(model, tmp_path, host_memory=least) as offloaded:
+                changing = other.submit(change)
+                is_inside.wait()
+        finally:
+            is_given_back.set()
+        with pytest.raises(RuntimeError, match="the offload block ended inside gathered"):
+            changing.result()
+    assert same_values(values_of(model), before)
