@@ -32,10 +32,7 @@ def rule_for(
         return optimizer.rule(trained), None
     is_class = isinstance(optimizer, type) and issubclass(optimizer, NativeOptimizer)
     if is_class or not callable(optimizer):
-        raise TypeError(
-            f"optimizer={optimizer!r} is neither infinity.AdamW(...), a factory params -> "
-            "Optimizer, nor None"
-        )
+        raise TypeError(_not_chosen(optimizer))
     _check_factory(getattr(optimizer, "func", optimizer))
     inner = optimizer([record.parameter for record in trained])
     if not isinstance(inner, torch.optim.Optimizer):
@@ -47,6 +44,19 @@ def rule_for(
         raise
     _check_groups(inner, trained)
     return TorchRule(inner), inner
+
+
+def _not_chosen(optimizer: object) -> str:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        return (
+            f"optimizer is a {kind} that is made already, of other parameters; give what makes it "
+            f"of those inside the block, such as optimizer=lambda params: {kind}(params, ...)"
+        )
+    return (
+        f"optimizer={optimizer!r} is neither infinity.AdamW(...), a factory params -> Optimizer, "
+        "nor None"
+    )
 
 
 def _check_factory(factory: object) -> None:

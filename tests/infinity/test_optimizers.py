@@ -187,10 +187,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "a number": (3, TypeError, "neither infinity.AdamW"),
     "a class of ours": (infinity.AdamW, TypeError, "neither infinity.AdamW"),
     "not an optimizer": (lambda parameters: 3, TypeError, "returned int, not an Optimizer"),
+    "a word": ("adamw", TypeError, "neither infinity.AdamW"),
     "an optimizer": (
         torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
         TypeError,
-        "neither infinity.AdamW",
+        r"a SGD that is made already.*optimizer=lambda params: SGD\(params",
     ),
     "LBFGS": (_lbfgs, ValueError, "LBFGS"),
     "some parameters": (
