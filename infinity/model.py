@@ -155,7 +155,8 @@ class OffloadedModel:
         with an exception. Inside, ``step`` and ``load`` are refused, with ``modify`` ``save`` and
         ``export`` too. Where the end raises ``AioError``, each parameter holds what it held before
         or after. Nested in another, the tensors are the same; what they hold as the last with
-        ``modify`` ends is kept.
+        ``modify`` ends is kept. Both ends wait for forward passes that other threads are in the
+        midst of, 10 s at the most; keep passes that may begin just then away from it by a lock.
         """
         training, params = self._training, asked(params)
 

@@ -5,6 +5,7 @@ changes.
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from infinity.tiling.weight import TiledWeight
 from swap.interruptions.apart import run_apart
 from swap.tiered import TieredState
 
+_PATIENCE_SECONDS, _LOOK_SECONDS = 10.0, 0.001
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor | None
 
 
@@ -82,6 +84,8 @@ class Loans:
         indices = sorted({record.index for record in chosen})
         new = sorted({*indices} - self._asked())
         self._lent[loan] = indices, modify
+        self._state.flush()  # only now: a step that another thread began before is seen here
+        self.wait_for_passes()
         self._hand_out(new)
 
     def take(self, loan: object, *, is_late: bool) -> None:
@@ -111,8 +115,19 @@ class Loans:
         self._refuse(self._modified(), what, "would write the values from before")
 
     def _refuse_changes(self) -> None:
-        lent = self._residency.kept_out
+        lent = self._residency.kept_out | self._asked()
         self._refuse(lent, "a step or a load", "would not see its values, nor it those")
+
+    def wait_for_passes(self) -> None:
+        """Until what forward passes (and operations) of other threads are in the midst of, which
+        have parameters that are about to change places, is over; no longer than a while, for they
+        may wait for this thread.
+        """
+        until = time.monotonic() + _PATIENCE_SECONDS
+        others = self._residency.working(elsewhere=True)
+        while others and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+            others = others & self._residency.working(elsewhere=True)
 
     def _refuse(self, indices: Collection[int], what: str, why: str) -> None:
         if indices:
@@ -144,13 +159,12 @@ class Loans:
 
     @own_modes  # or changes would not be counted
     def _hand_out(self, indices: Sequence[int]) -> None:
-        self._residency.keep_out(indices)
-        self._state.flush()  # only now: a step that another thread began before is seen here
+        self._residency.reset()
         for index in indices:
             values, memory = LentMemory.of(self._rank_context.weight_of(self._records[index]))
             if memory is not None:
                 self._memory[index] = memory
-            self._residency.put(index, values)
+            self._residency.keep_out(index, values)
 
     def _keep(self, indices: Sequence[int]) -> None:
         """What was changed, of all of them or, where an interrupt comes before, of none. Ranks meet
@@ -211,11 +225,11 @@ class Loans:
             self._versions.changed_copy(index, told)
 
     def _asked(self) -> set[int]:
-        return {index for indices, _ in self._lent.values() for index in indices}
+        return {index for indices, _ in [*self._lent.values()] for index in indices}
 
     def _modified(self) -> Counter[int]:
         """How many asked for each to modify it."""
-        return Counter(i for indices, modify in self._lent.values() if modify for i in indices)
+        return Counter(i for indices, modify in [*self._lent.values()] if modify for i in indices)
 
     def _check_open(self, *, is_late: bool) -> None:
         if self._is_over or is_late:
@@ -280,6 +294,7 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
         try:
             if not self._is_entered:
                 raise RuntimeError("this gathered block is not entered, or was left before")
+            self._loans.wait_for_passes()
             if kind is None:
                 check_not_amid("the end of gathered()", _ENDING)
                 self._saves.wait_read()

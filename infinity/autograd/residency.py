@@ -255,10 +255,10 @@ class ModuleResidency:
                     self._end_last(stacks[thread])
                 del stacks[thread]
 
-    def keep_out(self, indices: Iterable[int]) -> None:
-        """Leave these parameters alone (their data is somebody else's) until ``let_in``."""
-        self.reset()
-        self._kept_out.update(indices)
+    def keep_out(self, index: int, data: torch.Tensor) -> None:
+        """Leave a parameter alone until ``let_in``: its ``data`` is the program's to change."""
+        self._kept_out.add(index)
+        put_data(self._parameter(index), data, absent=False)
 
     def is_gathered(self, indices: Iterable[int]) -> bool:
         """Whether all of these parameters hold real tensors of their own."""
@@ -275,10 +275,6 @@ class ModuleResidency:
         self._kept_out.difference_update(let_in)
         self._put_out(let_in)
         self.outdate(let_in)
-
-    def put(self, index: int, data: torch.Tensor) -> None:
-        """Let a parameter that is kept out hold ``data``, which is the program's to change."""
-        put_data(self._parameter(index), data, absent=False)
 
     @contextmanager
     def in_place(self, indices: Collection[int], call: FrameType) -> Iterator[None]:

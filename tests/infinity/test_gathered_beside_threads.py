@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 
 import infinity
 from infinity.autograd.modifying import Loans
-from infinity.autograd.residency import ModuleResidency
 from infinity.model import OffloadedModel
-from tests.support.adamw_model import backward, make_model
+from tests.support.adamw_model import backward, batch, make_model
 from tests.support.training import least_budget, same_values, values_of
 
 
@@ -84,19 +84,53 @@ def test_a_load_that_began_before_a_parameter_was_lent_is_refused(
 def test_what_is_lent_is_what_a_step_that_came_just_before_has_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_out, lent = ModuleResidency.keep_out, list[dict[str, torch.Tensor]]()
+    begin, lent = Loans.begin, list[dict[str, torch.Tensor]]()
 
     def beside(offloaded: OffloadedModel) -> None:
-        def keep_out_late(*arguments: Any) -> None:
+        def begin_late(*arguments: Any) -> None:
             monkeypatch.undo()
             with ThreadPoolExecutor(1) as other:
                 other.submit(offloaded.step).result()
-            keep_out(*arguments)
+            begin(*arguments)
 
-        monkeypatch.setattr(ModuleResidency, "keep_out", keep_out_late)
+        monkeypatch.setattr(Loans, "begin", begin_late)
         with offloaded.gathered(modify=True):
             lent.append(values_of(offloaded.model))
 
     trained = _trained(tmp_path, OffloadedModel.step)
     assert same_values(_trained(tmp_path, beside), trained)
     assert same_values(lent[0], trained)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_parameters_change_places_when_a_pass_of_another_thread_is_over(
+    tmp_path: Path, ends: bool
+) -> None:
+    """It computed with what was on its way, or came to no end of asking for it."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    is_inside, may_go_on = threading.Event(), threading.Event()
+    expected = model(batch(0)).detach()
+
+    def late(*_: Any) -> None:
+        is_inside.set()
+        may_go_on.wait(10)
+
+    with (
+        infinity.offload(model, tmp_path, host_memory=least) as offloaded,
+        ThreadPoolExecutor(2) as others,
+    ):
+        lending = offloaded.gathered()
+        if ends:
+            lending.__enter__()
+        hook = next(iter(model.children())).register_forward_hook(late)
+        computing = others.submit(model, batch(0))
+        is_inside.wait()
+        leave = partial(lending.__exit__, None, None, None)
+        changing = others.submit(leave if ends else lending.__enter__)
+        assert not wait([changing], 0.3).done
+        may_go_on.set()
+        assert torch.equal(computing.result(), expected)
+        changing.result()
+        hook.remove()
+        if not ends:
+            leave()
