@@ -158,8 +158,11 @@ class StorageWriter(TorchStorageWriter):
 
     DCP does not tell a writer that it gave a save up because another rank failed. What that save
     made and its lock, which keeps other processes from saving to `path`, go with the next save of
-    this process to `path` or by this writer, or with `reset`. When nobody has the writer any more
-    the lock goes, and what was made with the next save to `path`, of whichever process.
+    the same thread to `path` or by this writer, or with `reset` there. Another thread (that of
+    `async_save`, behind a `save`) is refused as long as that one goes on, for it may be saving
+    still: call `reset` where the save failed. When nobody has the writer any more, and cycles in
+    which DCP has it are collected, the lock goes, and what was made with the next save to `path`,
+    of whichever process.
     """
 
     def __init__(
@@ -248,7 +251,8 @@ class StorageWriter(TorchStorageWriter):
                 raise BlockingIOError(
                     errno.EAGAIN,
                     "this StorageWriter is still saving there; wait for that, or make a writer for "
-                    "each save",
+                    "each save; if that save has failed, call reset() of the writer in the thread "
+                    "that called it",
                     str(running.destination.path),
                 )
             self._end(running)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoint
@@ -57,6 +58,27 @@ def test_a_failed_save_can_be_tried_again_while_its_writer_lives(
     again = failed if same else StorageWriter(tmp_path / "s")
     dcp_save(state(3), storage_writer=again)
     assert saved(tmp_path / "s") == 3
+    assert sum(entry.is_dir() for entry in (tmp_path / "s").iterdir()) == 1
+
+
+def test_who_saves_in_the_background_behind_a_failed_save_is_told_to_reset_the_writer(
+    tmp_path: Path,
+) -> None:
+    def in_background(writer: StorageWriter) -> None:
+        pending: Any = async_save(state(2), storage_writer=writer)
+        pending.result()
+
+    writer = StorageWriter(tmp_path / "s")
+    fail_to_save(writer, 1)
+    with pytest.raises(CheckpointException, match=r"has failed, call reset\(\) of the writer"):
+        in_background(writer)
+    writer.reset()
+    in_background(writer)
+    assert saved(tmp_path / "s") == 2
+    fail_to_save(writer, 3)
+    writer.reset()
+    in_background(StorageWriter(tmp_path / "s"))
+    assert saved(tmp_path / "s") == 2
     assert sum(entry.is_dir() for entry in (tmp_path / "s").iterdir()) == 1
 
 
