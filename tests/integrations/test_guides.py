@@ -19,6 +19,7 @@ import checkpoint
 from tests.contract.test_documents import ROOT
 from tests.support import accelerated
 from tests.support.models import seeded
+from tests.support.trainers import arguments, texts, tiny_llama
 from tests.support.training import values_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -87,6 +88,25 @@ def test_resuming_as_the_guide_says_goes_on_with_the_draws_that_came_next(
     drawn = random.random(), numpy.random.rand(), torch.rand(1)
     exec(f"with {resume}", names)
     assert (random.random(), numpy.random.rand(), torch.rand(1)) == drawn
+
+
+def test_trainer_of_the_guide_begins_in_an_empty_folder_and_goes_on(
+    nvme: Path, tmp_path: Path
+) -> None:
+    text = (ROOT / "docs" / "INTEGRATIONS.md").read_text()
+    found = re.search(r"## transformers\n\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    resumed = found[1].replace(".train()", ".train(resume_from_checkpoint=True)")
+    for program, steps in ((found[1], 2), (resumed, 4)):
+        args = arguments(tmp_path / "run", max_steps=steps)
+        names = {"model": tiny_llama(), "args": args, "train": texts(64), "held_out": texts(4)}
+        exec(_placed(program, nvme, tmp_path), names)
+        names["trainer"].close()
+        assert names["trainer"].state.global_step == steps
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {
+        "checkpoint-2",
+        "checkpoint-4",
+    }
 
 
 def _placed(program: str, nvme: Path, folder: Path) -> str:
