@@ -190,8 +190,9 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise TypeError(
             f"{name} is a {type(parameter).__name__}, whose {functions} would not be asked inside "
             "the block, where parameters have a class of the library; give the module "
-            "nn.Parameter(parameter.detach().as_subclass(torch.Tensor).clone()) in its place, and "
-            "compute what that class does in the module's forward, or in a parametrization"
+            "nn.Parameter(parameter.detach().as_subclass(torch.Tensor).clone(), "
+            "parameter.requires_grad) in its place, and compute what that class does in the "
+            "module's forward, or in a parametrization"
         )
 
 
