@@ -325,6 +325,7 @@ class TieredState:
     def _take(self, step: Step, done: list[Subgroup], then: Callable[[], None]) -> None:
         with self.changing:
             self.refusals.check()
+            self.gradients.check_present(step.updates)  # a load that came between has cleared them
             self.num_changes += 1
             small, moving = self.components.parted(step.touched(self.layout.subgroups))
             self.weights.schedule.end_cycle()

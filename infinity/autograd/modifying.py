@@ -172,8 +172,9 @@ class Loans:
         """
 
         def keep() -> None:
-            for index in indices:
-                own_modes(self._rank_context.write_back)(self._records[index])
+            with self._state.changing:  # or a save could begin with what only some of them are
+                for index in indices:
+                    own_modes(self._rank_context.write_back)(self._records[index])
 
         if self._rank_context.world_size == 1:
             run_apart(keep, "infinity-gathered")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -122,6 +122,17 @@ class GradientStore:
         """
         for error in list(self._lost.values()):
             raise error()
+
+    def check_present(self, parameters: Iterable[int]) -> None:
+        """Raises ``RuntimeError`` where one that a step began with is not there any more: what lies
+        in its place is of some step before.
+        """
+        if gone := sorted({*parameters} - self.present):
+            raise RuntimeError(
+                f"the gradient of {self._layout.specs[gone[0]].name} was cleared as step() used "
+                "it, by a load(), restore() or zero_grad() of another thread; nothing of the step "
+                "is done: take steps on the thread that loads, or while none does"
+            )
 
     def norm(self) -> float:
         """The 2-norm over all present gradients, in parameter order."""

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+import checkpoint
 import infinity
 from infinity.autograd.modifying import Loans
 from infinity.model import OffloadedModel
+from infinity.ranks.context import SingleRank
 from tests.support.adamw_model import backward, batch, make_model
 from tests.support.training import least_budget, same_values, values_of
 
@@ -134,3 +136,44 @@ def test_parameters_change_places_when_a_pass_of_another_thread_is_over(
         hook.remove()
         if not ends:
             leave()
+
+
+@pytest.mark.parametrize("is_snapshot", [False, True])
+def test_a_save_that_began_before_a_parameter_was_lent_has_all_changes_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_snapshot: bool
+) -> None:
+    """It had those of the parameters that were taken when it looked at what there was."""
+    check, has_looked, may_go_on = Loans.check_unmodified, threading.Event(), threading.Event()
+    write_back, is_saved = SingleRank.write_back, threading.Event()
+
+    def check_early(*arguments: Any) -> None:
+        check(*arguments)
+        has_looked.set()
+        may_go_on.wait(10)
+
+    def write_back_late(*arguments: Any) -> None:
+        write_back(*arguments)
+        may_go_on.set()
+        is_saved.wait(0.3)
+
+    def save(offloaded: OffloadedModel) -> None:
+        if is_snapshot:
+            offloaded.snapshot("beside")
+        offloaded.save(tmp_path / "saved", snapshot="beside" if is_snapshot else None)
+        is_saved.set()
+
+    def beside(offloaded: OffloadedModel) -> None:
+        with ThreadPoolExecutor(1) as other:
+            monkeypatch.setattr(Loans, "check_unmodified", check_early)
+            saving = other.submit(save, offloaded)
+            has_looked.wait()
+            monkeypatch.setattr(SingleRank, "write_back", write_back_late)
+            with offloaded.gathered(modify=True), torch.no_grad():
+                for parameter in offloaded.model.parameters():
+                    parameter.zero_()
+            saving.result()
+        monkeypatch.undo()
+
+    _trained(tmp_path, beside)
+    saved = checkpoint.load(tmp_path / "saved", only=["model.*"])["model"]
+    assert len({bool(values.any()) for values in saved.values()}) == 1
