@@ -5,6 +5,7 @@ changes.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -64,6 +65,7 @@ class Loans:
         """Where the values of what is lent lie."""
         self._kept: list[weakref.finalize[..., Any]] = []
         """Looks for changes in memory that programs kept a part of, maybe, when it went back."""
+        self._handing = threading.RLock()
         self._is_over = False
         state.refusals.add(self._refuse_changes)  # by a thread that looked before one here asked
 
@@ -82,11 +84,10 @@ class Loans:
         """``loan`` is lent the ``chosen``."""
         self.take_in_left()
         indices = sorted({record.index for record in chosen})
-        new = sorted({*indices} - self._asked())
         self._lent[loan] = indices, modify
         self._state.flush()  # only now: a step that another thread began before is seen here
         self.wait_for_passes()
-        self._hand_out(new)
+        self._hand_out(indices)
 
     def take(self, loan: object, *, is_late: bool) -> None:
         """Have the values of ``loan`` if it is there to modify them, and nobody else still has; of
@@ -160,11 +161,12 @@ class Loans:
     @own_modes  # or changes would not be counted
     def _hand_out(self, indices: Sequence[int]) -> None:
         self._residency.reset()
-        for index in indices:
-            values, memory = LentMemory.of(self._rank_context.weight_of(self._records[index]))
-            if memory is not None:
-                self._memory[index] = memory
-            self._residency.keep_out(index, values)
+        with self._handing:  # another thread may have asked for the same, and begun with it
+            for index in [i for i in indices if not self._residency.is_gathered([i])]:
+                values, memory = LentMemory.of(self._rank_context.weight_of(self._records[index]))
+                if memory is not None:
+                    self._memory[index] = memory
+                self._residency.keep_out(index, values)
 
     def _keep(self, indices: Sequence[int]) -> None:
         """What was changed, of all of them or, where an interrupt comes before, of none. Ranks meet
