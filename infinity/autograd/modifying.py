@@ -66,6 +66,8 @@ class Loans:
         self._kept: list[weakref.finalize[..., Any]] = []
         """Looks for changes in memory that programs kept a part of, maybe, when it went back."""
         self._handing = threading.RLock()
+        self._waiting: set[int] = set()
+        """Threads that wait for passes; what an interrupt leaves here goes with the next wait."""
         self._is_over = False
         state.refusals.add(self._refuse_changes)  # by a thread that looked before one here asked
 
@@ -122,13 +124,18 @@ class Loans:
     def wait_for_passes(self) -> None:
         """Until what forward passes (and operations) of other threads are in the midst of, which
         have parameters that are about to change places, is over; no longer than a while, for they
-        may wait for this thread.
+        may wait for this thread. Those that wait here as well are in the midst of nothing else.
         """
         until = time.monotonic() + _PATIENCE_SECONDS
-        others = self._residency.working(elsewhere=True)
-        while others and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
-            others = others & self._residency.working(elsewhere=True)
+        thread = threading.get_ident()
+        try:
+            self._waiting.add(thread)
+            others = self._residency.working(elsewhere=True, but=[*self._waiting])
+            while others and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+                others = others & self._residency.working(elsewhere=True, but=[*self._waiting])
+        finally:
+            self._waiting.discard(thread)
 
     def _refuse(self, indices: Collection[int], what: str, why: str) -> None:
         if indices:

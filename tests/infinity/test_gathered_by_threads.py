@@ -72,3 +72,28 @@ def test_who_gathers_within_a_pass_shares_with_who_waits_for_it(tmp_path: Path) 
             computing.result()
         hook.remove()
     assert torch.equal(_weight(model).detach(), expected)
+
+
+def test_passes_that_gather_do_not_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waited for as long as it may for the other, which waited for it."""
+    monkeypatch.setattr("infinity.autograd.modifying._PATIENCE_SECONDS", 30.0)
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    expected = [model(batch(step)).detach() for step in range(2)]
+    both = threading.Barrier(2)
+
+    def look(module: nn.Module, *_: Any) -> None:
+        both.wait(10)
+        with offloaded.gathered(module):
+            assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+    with (
+        infinity.offload(model, tmp_path, host_memory=least) as offloaded,
+        ThreadPoolExecutor(2) as others,
+    ):
+        hook = next(iter(model.children())).register_forward_hook(look)
+        computing = [others.submit(torch.no_grad()(model), batch(step)) for step in range(2)]
+        results = [one.result(20) for one in computing]
+        hook.remove()
+    assert all(map(torch.equal, results, expected))
