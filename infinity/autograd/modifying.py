@@ -5,6 +5,7 @@ changes.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -64,6 +65,9 @@ class Loans:
         """Where the values of what is lent lie."""
         self._kept: list[weakref.finalize[..., Any]] = []
         """Looks for changes in memory that programs kept a part of, maybe, when it went back."""
+        self._handing = threading.RLock()
+        self._waiting: set[int] = set()
+        """Threads that wait for passes; what an interrupt leaves here goes with the next wait."""
         self._is_over = False
         state.refusals.add(self._refuse_changes)  # by a thread that looked before one here asked
 
@@ -82,11 +86,10 @@ class Loans:
         """``loan`` is lent the ``chosen``."""
         self.take_in_left()
         indices = sorted({record.index for record in chosen})
-        new = sorted({*indices} - self._asked())
         self._lent[loan] = indices, modify
         self._state.flush()  # only now: a step that another thread began before is seen here
         self.wait_for_passes()
-        self._hand_out(new)
+        self._hand_out(indices)
 
     def take(self, loan: object, *, is_late: bool) -> None:
         """Have the values of ``loan`` if it is there to modify them, and nobody else still has; of
@@ -121,13 +124,18 @@ class Loans:
     def wait_for_passes(self) -> None:
         """Until what forward passes (and operations) of other threads are in the midst of, which
         have parameters that are about to change places, is over; no longer than a while, for they
-        may wait for this thread.
+        may wait for this thread. Those that wait here as well are in the midst of nothing else.
         """
         until = time.monotonic() + _PATIENCE_SECONDS
-        others = self._residency.working(elsewhere=True)
-        while others and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
-            others = others & self._residency.working(elsewhere=True)
+        thread = threading.get_ident()
+        try:
+            self._waiting.add(thread)
+            others = self._residency.working(elsewhere=True, but=[*self._waiting])
+            while others and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+                others = others & self._residency.working(elsewhere=True, but=[*self._waiting])
+        finally:
+            self._waiting.discard(thread)
 
     def _refuse(self, indices: Collection[int], what: str, why: str) -> None:
         if indices:
@@ -160,11 +168,12 @@ class Loans:
     @own_modes  # or changes would not be counted
     def _hand_out(self, indices: Sequence[int]) -> None:
         self._residency.reset()
-        for index in indices:
-            values, memory = LentMemory.of(self._rank_context.weight_of(self._records[index]))
-            if memory is not None:
-                self._memory[index] = memory
-            self._residency.keep_out(index, values)
+        with self._handing:  # another thread may have asked for the same, and begun with it
+            for index in [i for i in indices if not self._residency.is_gathered([i])]:
+                values, memory = LentMemory.of(self._rank_context.weight_of(self._records[index]))
+                if memory is not None:
+                    self._memory[index] = memory
+                self._residency.keep_out(index, values)
 
     def _keep(self, indices: Sequence[int]) -> None:
         """What was changed, of all of them or, where an interrupt comes before, of none. Ranks meet

@@ -130,10 +130,12 @@ class ModuleResidency:
             self._end_last(frames)
         return bool(frames)
 
-    def working(self, *, elsewhere: bool = False) -> Set[int]:
-        """Numbers of the forwards and operations that run, of all threads or of all but this."""
-        here = threading.get_ident() if elsewhere else None
-        return numbers_of(has_ended, self._frames_of, self._operations_of, but=here)
+    def working(self, *, elsewhere: bool = False, but: Collection[int] = ()) -> Set[int]:
+        """Numbers of the forwards and operations that run, of all threads or of all but this, and
+        ``but`` those.
+        """
+        others = {*but, threading.get_ident()} if elsewhere else but
+        return numbers_of(has_ended, self._frames_of, self._operations_of, but=others)
 
     def innermost(self) -> int:
         """The number of the last forward that runs on this thread; -1 if none does."""

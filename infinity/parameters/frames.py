@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import FrameType
@@ -39,14 +39,14 @@ class Frame:
 def numbers_of(
     has_ended: Callable[[FrameType], bool],
     *stacks: Mapping[int, Sequence[Frame]],
-    but: int | None = None,
+    but: Collection[int] = (),
 ) -> set[int]:
-    """Of the frames that have not ended, of stacks by thread, and of all threads ``but`` one."""
+    """Of the frames that have not ended, of stacks by thread, and of all threads ``but`` these."""
     return {
         frame.number
         for frames_of in stacks
         for thread, frames in [*frames_of.items()]
-        if thread != but
+        if thread not in but
         for frame in [*frames]
         if not has_ended(frame.call)
     }

@@ -1,0 +1,99 @@
+"""Several threads that gather at once, some of them in the midst of a forward pass."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.parameters.records import Record
+from infinity.ranks.context import SingleRank
+from tests.support.adamw_model import batch, make_model
+from tests.support.training import least_budget
+
+
+def _weight(model: nn.Module) -> nn.Parameter:
+    return model.get_parameter("2.weight")  # which is on NVMe
+
+
+def test_who_shares_what_is_lent_waits_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changed what was not lent yet, and the change was lost without a word."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    expected = _weight(model).detach() + 1
+    weight_of, is_amid, may_go_on = SingleRank.weight_of, threading.Event(), threading.Event()
+
+    def late(self: SingleRank, record: Record) -> torch.Tensor:
+        is_amid.set()
+        may_go_on.wait(10)
+        return weight_of(self, record)
+
+    with (
+        infinity.offload(model, tmp_path, host_memory=least) as offloaded,
+        ThreadPoolExecutor(1) as other,
+    ):
+        monkeypatch.setattr(SingleRank, "weight_of", late)
+        first = offloaded.gathered()
+        lending = other.submit(first.__enter__)
+        is_amid.wait()
+        threading.Timer(0.3, may_go_on.set).start()
+        with offloaded.gathered(_weight(model), modify=True), torch.no_grad():
+            _weight(model).add_(1)
+            lending.result()
+        first.__exit__(None, None, None)
+    assert torch.equal(_weight(model).detach(), expected)
+
+
+def test_who_gathers_within_a_pass_shares_with_who_waits_for_it(tmp_path: Path) -> None:
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    expected = _weight(model).detach() + 1
+    is_inside = threading.Event()
+
+    def change(*_: Any) -> None:
+        is_inside.set()
+        time.sleep(0.3)
+        with offloaded.gathered(_weight(model), modify=True), torch.no_grad():
+            _weight(model).add_(1)
+
+    with (
+        infinity.offload(model, tmp_path, host_memory=least) as offloaded,
+        ThreadPoolExecutor(1) as other,
+    ):
+        hook = next(iter(model.children())).register_forward_hook(change)
+        computing = other.submit(torch.no_grad()(model), batch(0))
+        is_inside.wait()
+        with offloaded.gathered():
+            computing.result()
+        hook.remove()
+    assert torch.equal(_weight(model).detach(), expected)
+
+
+def test_passes_that_gather_do_not_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waited for as long as it may for the other, which waited for it."""
+    monkeypatch.setattr("infinity.autograd.modifying._PATIENCE_SECONDS", 30.0)
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    expected = [model(batch(step)).detach() for step in range(2)]
+    both = threading.Barrier(2)
+
+    def look(module: nn.Module, *_: Any) -> None:
+        both.wait(10)
+        with offloaded.gathered(module):
+            assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+    with (
+        infinity.offload(model, tmp_path, host_memory=least) as offloaded,
+        ThreadPoolExecutor(2) as others,
+    ):
+        hook = next(iter(model.children())).register_forward_hook(look)
+        computing = [others.submit(torch.no_grad()(model), batch(step)) for step in range(2)]
+        results = [one.result(20) for one in computing]
+        hook.remove()
+    assert all(map(torch.equal, results, expected))
