@@ -27,14 +27,14 @@ from swap.device.opening import open_homes, open_memory, open_visits, register_a
 from swap.gradients.inbox import GradientInbox
 from swap.gradients.store import GradientStore
 from swap.interruptions.apart import run_apart
-from swap.interruptions.forks import check_process
+from swap.interruptions.forks import check_process, note
 from swap.interruptions.mixture import Mixture
 from swap.interruptions.refusals import Refusals, refuse_at_end
 from swap.interruptions.undo import Undo
 from swap.masters import components_from, values_from
 from swap.memory.passage import Passage, wide_passage
 from swap.memory.slabs import slab_of, slab_sizes, slots_of
-from swap.plan.layout import Layout, Subgroup, neighbours, parts_of
+from swap.plan.layout import Subgroup, neighbours, parts_of
 from swap.plan.placement import Placement
 from swap.plan.rules import ParameterUpdate, UpdateRule
 from swap.storage.components import ComponentStore
@@ -73,15 +73,14 @@ class TieredState:
         after_close: Callable[[], object] = lambda: None,
     ) -> None:
         self.placement, self.rule = placement, rule
-        self.layout: Layout = placement.layout
-        self.timeline = Timeline()
+        self.layout, self.timeline = placement.layout, Timeline()
         self.compute = device  # what weights are copied to; None: they are used in host memory
         self.device = torch.device("cpu") if device is None else device.torch_device
         self._process = os.getpid()
         self.num_changes = 0  # grows before a step, or somebody who writes values, changes any
         self.changing = threading.RLock()  # who saves waits for it; a rule may, within
-        self.refusals = Refusals()  # checked by who is ``changing`` values
-        self.is_kept = False  # whether values are to be read after ``close``
+        note(self)
+        self.refusals, self.is_kept = Refusals(), False  # kept: to be read after ``close``
         self._undo, self._after_close = Undo(), after_close
         self._undo.callback(after_close)
         if undo is not None:
@@ -344,6 +343,9 @@ class TieredState:
             except BaseException as failure:
                 surely(partial(self.weights.fail, failure))
                 raise surely(partial(self.mixture.stop_step, failure, changed)) from failure
+
+    def after_fork(self) -> None:
+        self.changing = threading.RLock()  # another thread may have had it
 
     def end_steps(self) -> None:
         """A step (or load) from now on, of any thread, is refused: values are to be given out."""

@@ -28,9 +28,13 @@ from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.weight import TiledWeight
 from swap.interruptions.apart import run_apart
+from swap.interruptions.forks import note
 from swap.tiered import TieredState
 
 _PATIENCE_SECONDS, _LOOK_SECONDS = 10.0, 0.001
+"""Of who waits for passes, and how often it looks: these tell nobody of their end, so that a pass
+beside which nobody waits pays nothing.
+"""
 Parameters = nn.Module | Iterable[torch.Tensor] | torch.Tensor | None
 
 
@@ -70,6 +74,7 @@ class Loans:
         """Threads that wait for passes; what an interrupt leaves here goes with the next wait."""
         self._is_over = False
         state.refusals.add(self._refuse_changes)  # by a thread that looked before one here asked
+        note(self)
 
     def lend(
         self, chosen: Callable[[], Iterable[Record]], modify: bool, saves: BackgroundSaves
@@ -221,6 +226,9 @@ class Loans:
             look = None if memory is None or self._is_over else memory.given_back(index, self)
             if look is not None:
                 self._kept = [*(kept for kept in self._kept if kept.alive), look]
+
+    def after_fork(self) -> None:
+        self._handing = threading.RLock()  # another thread may have had it
 
     def end_forward(self) -> None:
         """The outermost forward of a thread has ended."""

@@ -132,3 +132,36 @@ def _files_of(folder: Path) -> list[str]:
     """What this process has open below ``folder``."""
     links = (fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
     return [name for fd in links if (name := str(fd.readlink())).startswith(str(folder))]
+
+
+def test_a_child_leaves_gathered_whatever_other_threads_were_doing(tmp_path: Path) -> None:
+    """A lock that another thread had is nobody's to release there."""
+    model = seeded(Stack)
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def change(state: Any) -> None:
+        with state.changing:
+            is_held.set()
+            may_go_on.wait(30)
+
+    with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
+        lending = offloaded.gathered(modify=True)
+        lending.__enter__()
+        with torch.no_grad():
+            model.layer(0).weight.add_(1.0)
+        other = threading.Thread(target=change, args=(offloaded._training.state,))
+        other.start()
+        is_held.wait()
+
+        def leave() -> None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler would wait for the lock, too
+            signal.alarm(5)
+            lending.__exit__(None, None, None)
+
+        try:
+            told = in_child(leave)
+        finally:
+            may_go_on.set()
+            other.join()
+        lending.__exit__(None, None, None)
+    assert told.startswith(("returned", "RuntimeError"))

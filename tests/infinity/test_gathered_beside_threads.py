@@ -30,36 +30,22 @@ def _trained(folder: Path, beside: Callable[[OffloadedModel], None]) -> dict[str
     return values_of(model)
 
 
-@pytest.mark.parametrize("modify", [False, True])
-def test_a_step_that_began_before_a_parameter_was_lent_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modify: bool
+def _step(offloaded: OffloadedModel, _: Path) -> None:
+    offloaded.step()
+
+
+def _load(offloaded: OffloadedModel, saved: Path) -> None:
+    offloaded.load(saved)
+
+
+@pytest.mark.parametrize(("change", "modify"), [(_step, False), (_step, True), (_load, True)])
+def test_a_change_that_began_before_a_parameter_was_lent_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[OffloadedModel, Path], None],
+    modify: bool,
 ) -> None:
-    """What was lent would be the values of before, and as it came back the step was lost."""
-    check, has_looked, may_go_on = Loans.check_none, threading.Event(), threading.Event()
-
-    def check_early(*arguments: Any) -> None:
-        check(*arguments)
-        has_looked.set()
-        may_go_on.wait(10)
-
-    def beside(offloaded: OffloadedModel) -> None:
-        with ThreadPoolExecutor(1) as other:
-            monkeypatch.setattr(Loans, "check_none", check_early)
-            stepping = other.submit(offloaded.step)
-            has_looked.wait()
-            monkeypatch.undo()
-            with offloaded.gathered(modify=modify):
-                may_go_on.set()
-                with pytest.raises(RuntimeError, match=r"a step or a load inside gathered\(\)"):
-                    stepping.result()
-        offloaded.step()
-
-    assert same_values(_trained(tmp_path, beside), _trained(tmp_path, OffloadedModel.step))
-
-
-def test_a_load_that_began_before_a_parameter_was_lent_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """What was lent would be the values of before, and as it came back the change was lost."""
     check, has_looked, may_go_on = Loans.check_none, threading.Event(), threading.Event()
 
     def check_early(*arguments: Any) -> None:
@@ -71,13 +57,13 @@ def test_a_load_that_began_before_a_parameter_was_lent_is_refused(
         offloaded.save(tmp_path / "saved")
         with ThreadPoolExecutor(1) as other:
             monkeypatch.setattr(Loans, "check_none", check_early)
-            loading = other.submit(offloaded.load, tmp_path / "saved")
+            changing = other.submit(change, offloaded, tmp_path / "saved")
             has_looked.wait()
             monkeypatch.undo()
-            with offloaded.gathered(modify=True):
+            with offloaded.gathered(modify=modify):
                 may_go_on.set()
                 with pytest.raises(RuntimeError, match=r"a step or a load inside gathered\(\)"):
-                    loading.result()
+                    changing.result()
         offloaded.step()
 
     assert same_values(_trained(tmp_path, beside), _trained(tmp_path, OffloadedModel.step))
