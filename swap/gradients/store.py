@@ -136,12 +136,14 @@ class GradientStore:
 
     def norm(self) -> float:
         """The 2-norm over all present gradients, in parameter order."""
-        unread = self._unread & self._squares.keys()
+        squares = self._squares.copy()  # another thread may clear some, which then stay cleared
+        unread = self._unread & squares.keys()
         if self._device is not None and unread:
             sums = self._device.sums()
-            self._squares.update({parameter: added_up(sums(parameter)) for parameter in unread})
+            squares |= {parameter: added_up(sums(parameter)) for parameter in unread}
+            self._squares.update({p: squares[p] for p in unread if p in self._squares})
         self._unread.clear()
-        return math.sqrt(sum(self._squares[parameter] for parameter in sorted(self._squares)))
+        return math.sqrt(sum(squares[parameter] for parameter in sorted(squares)))
 
     def block_squares(self, parameter: int) -> torch.Tensor:
         """The sums of squares of a present gradient, float64, one for each ``PIECE`` elements; only

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swap.device.interface import Stream
+from swap.gradients.on_device import DeviceGradients
 from swap.interruptions.mixture import MixedStateError
 from swap.kernels import block_squares
 from swap.plan.layout import PIECE, pack
@@ -143,3 +144,26 @@ def test_order_that_is_not_asked_for_is_found(
     with pytest.raises((OrderError, MixedStateError)):  # the latter if a step was stopped by it
         train()
     assert device.errors
+
+
+def test_gradient_that_another_thread_clears_as_its_norm_is_read_stays_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _training(tmp_path, [Tier.DEVICE], torch.float32, SimulatedDevice()) as (state, plain):
+        _train(state, plain, 1)
+        gradients = state.gradients
+        for parameter in (0, 1, 3):
+            add_to_both(state, plain, parameter, parameter)
+        state.collect_gradients()
+        sums = DeviceGradients.sums
+
+        def beside(of_device: DeviceGradients) -> Any:
+            found = sums(of_device)
+            gradients.clear(3)
+            return found
+
+        monkeypatch.setattr(DeviceGradients, "sums", beside)
+        assert gradients.norm() == plain.norm()
+        assert gradients.present == {0, 1}
+        del plain.gradients[3]
+        assert gradients.norm() == plain.norm()
