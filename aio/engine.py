@@ -69,7 +69,7 @@ class Engine:
 
     Thread-safe. From submit until the completion is reaped the engine holds the buffer, whatever
     the caller does. Requests that are in flight together and overlap, one of them a write, give
-    bytes of either; requests that share no byte never disturb one another.
+    bytes of either, and File.sync() may fail; those that share no byte never disturb one another.
     While a file is written nobody should read it through the page cache at the same time: the
     kernel may then lose track of which copy is the newer one, and File.sync() fails.
     """

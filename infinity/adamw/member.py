@@ -116,9 +116,13 @@ def check_same_decay(
             )
 
 
-def torch_defaults() -> dict[str, Any]:
-    """What groups of torch's AdamW have, so that state dicts have the same entries."""
-    return dict(torch.optim.AdamW([torch.zeros(1)]).defaults)
+def defaults_of(**options: Any) -> dict[str, Any]:
+    """What groups of torch's AdamW have, so that state dicts have the same entries, with
+    ``options``, checked. They are no copies: who has the tensor of a learning rate may write the
+    next one into it.
+    """
+    AdamW(**options)
+    return torch.optim.AdamW([torch.zeros(1)]).defaults | options
 
 
 def member_of(parameter: torch.Tensor, name: str, number: int) -> Member:

@@ -27,7 +27,7 @@ from infinity.adamw import state as offloaded_state
 from infinity.adamw.changes import Hold
 from infinity.adamw.engine import StateEngine
 from infinity.adamw.local_tensors import local
-from infinity.adamw.member import check_distinct, check_same_decay, options_of, torch_defaults
+from infinity.adamw.member import check_distinct, check_same_decay, defaults_of, options_of
 from infinity.adamw.names import lengths_of, named_groups, names_of
 from infinity.adamw.state_view import (
     Handover,
@@ -39,7 +39,6 @@ from infinity.adamw.state_view import (
 )
 from infinity.adamw.step import Step, is_asked_by_torch, makes_state_only, never
 from infinity.arguments import Directories, budget_of_rank, directories_of
-from infinity.optim.adamw import AdamW
 from swap.interruptions.undo import Closing
 from swap.timeline import busy_seconds
 
@@ -109,14 +108,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise TypeError(
                 f"params is a {type(params).__name__}; give model.parameters(), or a list of groups"
             )
-        options = AdamW(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults = defaults_of(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._process, self._is_built = os.getpid(), False
         self._view = TieredStateView(self)
         self._handover = Handover()
         self._engine = StateEngine(directories_of(nvme), budget_of_rank(host_memory))
         self._closing = Closing(self, self._engine.store.close)
         try:
-            super().__init__(params, torch_defaults() | options.defaults())
+            super().__init__(params, defaults)
             self._last_hook = self.register_load_state_dict_pre_hook(Handover.begin_loading).id
             self._place(p for p in self._parameters() if p.requires_grad)
         except BaseException:

@@ -87,6 +87,21 @@ def test_steps_without_decoupled_decay_are_those_of_adam(tmp_path: Path) -> None
     assert_equal(model, expected)
 
 
+def test_a_learning_rate_in_a_tensor_is_read_there_at_each_step(tmp_path: Path) -> None:
+    expected, model = make_model(), make_model()
+    plain_rate, rate = torch.tensor(1e-2), torch.tensor(1e-2)
+    plain = torch.optim.AdamW(expected.parameters(), lr=plain_rate, fused=True)
+    with OffloadedAdamW(
+        model.parameters(), lr=rate, nvme=tmp_path, host_memory=MEMORY
+    ) as optimizer:
+        for step in range(4):
+            plain_rate.fill_(0.1 / (step + 1))
+            rate.fill_(0.1 / (step + 1))
+            train(expected, plain, step, step + 1)
+            train(model, optimizer, step, step + 1)
+            assert_equal(model, expected)
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
 def test_options_that_are_not_computed_are_refused_wherever_they_come_from(
     tmp_path: Path, option: str

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import infinity
 from aio import AioError, File
 from swap.storage.drives import bandwidth
 from swap.storage.drives.bandwidth import kept, measure, measure_and_keep
+from swap.storage.drives.directory import reclaim
 from tests.support.models import Stack
 
 
@@ -84,6 +86,27 @@ def test_what_a_killed_process_of_the_same_number_left_is_in_nobodys_way(
     (tmp_path / ".infinity").mkdir()
     (tmp_path / ".infinity" / f".bandwidth.json.{os.getpid()}").touch()
     assert measure_and_keep(tmp_path) == kept(tmp_path)
+
+
+@pytest.mark.parametrize("again", [measure_and_keep, reclaim], ids=["tune", "gc"])
+def test_what_a_killed_process_left_half_written_is_removed(
+    tmp_path: Path, again: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(bandwidth, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "_REQUEST_BYTES", 1 << 20)
+    if (child := os.fork()) == 0:
+        try:
+            monkeypatch.setattr(os, "replace", die)
+            measure_and_keep(tmp_path)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert [*(tmp_path / ".infinity").glob(".bandwidth.json.*")]
+    again(tmp_path)
+    assert [*(tmp_path / ".infinity").glob(".*")] == []
 
 
 def test_measuring_takes_no_more_room_than_there_is(

@@ -25,11 +25,17 @@ from aio import (
 from aio.errors import is_no_room
 from aio.process.descriptors import Descriptor
 from swap.interruptions.undo import Undo
-from swap.storage.drives.directory import FOLDER, SwapDirectory, make_shared, open_to_others
+from swap.storage.drives.directory import (
+    BANDWIDTH,
+    FOLDER,
+    SwapDirectory,
+    locked,
+    make_shared,
+    open_to_others,
+)
 
 _PROBE_BYTES = 256 * 1024 * 1024
 _REQUEST_BYTES = 8 * 1024 * 1024
-_NAME = "bandwidth.json"
 _MOST_BYTES = 4096
 """More than any measurement takes as text."""
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15
@@ -53,9 +59,10 @@ def measure_and_keep(directory: str | os.PathLike[str]) -> Bandwidth:
     """
     found = _measure_one(directory)
     folder = Path(directory) / FOLDER
-    make_shared(folder)
-    with naming(folder), Descriptor(folder, os.O_RDONLY | os.O_DIRECTORY, exact=True) as opened:
-        _replace(opened.number, json.dumps({"read": found.read, "write": found.write}).encode())
+    with locked(Path(directory)):  # else whoever reclaims took the new file for an abandoned one
+        make_shared(folder)
+        with naming(folder), Descriptor(folder, os.O_RDONLY | os.O_DIRECTORY, exact=True) as opened:
+            _replace(opened.number, json.dumps({"read": found.read, "write": found.write}).encode())
     return found
 
 
@@ -65,7 +72,7 @@ def kept(directory: str | os.PathLike[str]) -> Bandwidth | None:
     Raises ``ValueError`` naming the file if it is anything else, also a link or a pipe, and
     ``OSError`` if it cannot be read.
     """
-    file = Path(directory) / FOLDER / _NAME
+    file = Path(directory) / FOLDER / BANDWIDTH
     try:
         content = read_regular_file(file, _MOST_BYTES + 1, follow=False)
     except FileNotFoundError:
@@ -105,7 +112,7 @@ def _not_a_measurement(file: Path, reason: str) -> ValueError:
 
 def _replace(folder: int, content: bytes) -> None:
     """Put the file in place as a whole, whatever is there under its name."""
-    part = f".{_NAME}.{secrets.token_hex(8)}"
+    part = f".{BANDWIDTH}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     made = Descriptor()
     try:
@@ -114,7 +121,7 @@ def _replace(folder: int, content: bytes) -> None:
         with open(made.number, "wb", closefd=False) as opened:
             opened.write(content)
         os.fsync(made.number)  # what has the name is whole, also behind a power cut
-        os.replace(part, _NAME, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(part, BANDWIDTH, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         if made.number >= 0:
             with suppress(FileNotFoundError):  # it is in its place already

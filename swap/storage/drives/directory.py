@@ -39,6 +39,10 @@ from swap.interruptions.undo import Undo, close_gone
 
 FOLDER = ".infinity"
 """Where everything of ours is, in each directory."""
+BANDWIDTH = "bandwidth.json"
+"""In it, what `infinity tune` measured; while it is written, under this name with a dot before and
+random digits behind.
+"""
 _LOCK = "lock"
 _NAME = re.compile(r"[0-9a-f]{12}")
 _TURN_SECONDS = 120.0
@@ -300,6 +304,9 @@ def _reclaim(root: Path) -> list[Path]:
     for folder in sorted(parent.glob("*")):
         if _NAME.fullmatch(folder.name) and _is_abandoned(folder) and _reclaim_one(folder):
             removed.append(folder)
+    for part in parent.glob(f".{BANDWIDTH}.*"):  # of the dead: they are written while locked
+        with suppress(OSError):  # another user's
+            part.unlink()
     return removed
 
 
