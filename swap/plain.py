@@ -25,7 +25,8 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of the values of a strided tensor, as whole numbers of shape [elements, words of
     one]: they tell 0.0 from -0.0, and one NaN from another.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # one element may have any stride
     word = _WORDS.get(tensor.dtype.itemsize, torch.int64)
     return flat.view(word).view(flat.numel(), tensor.dtype.itemsize // word.itemsize)
 

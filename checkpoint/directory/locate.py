@@ -231,11 +231,15 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def is_own_manifest(path: Path) -> bool:
-    """Whether a file that may be damaged began its life as the manifest of a checkpoint."""
+    """Whether a file that may be damaged began its life as the manifest of a checkpoint. One that
+    is empty, or begins with zeros, as disks leave what they lost, is no other program's either.
+    """
     try:
         head = read_head(path)
     except CorruptCheckpointError:
         return False
+    if not head.strip(b"\0"):
+        return True
     return head.startswith(b'{"sha256":"') or f'"format":"{FORMAT}"'.encode() in head
 
 

@@ -115,8 +115,8 @@ def _copy(source: Source, copier: Copier) -> Source:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, byte by byte."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    """The memory of a contiguous tensor, byte by byte; with one element it may have any stride."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def copied_tree(state: object) -> Any:

@@ -131,7 +131,8 @@ class Reductions:
         sizes = [_padded(gradient) for _, gradient in bucket]
         own = torch.zeros(sum(sizes), dtype=torch.uint8, device=bucket[0][1].device)
         for (_, gradient), at in zip(bucket, _starts(sizes), strict=True):
-            raw = gradient.contiguous().view(torch.uint8)
+            # One element may have any stride, and is no row of bytes then.
+            raw = gradient.contiguous().as_strided(gradient.shape, (1,)).view(torch.uint8)
             own[at : at + raw.numel()] = raw
         every = torch.empty(
             own.numel() * self._ranks.world_size, dtype=torch.uint8, device=own.device

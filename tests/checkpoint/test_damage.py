@@ -233,6 +233,19 @@ def test_a_damaged_checkpoint_can_be_overwritten(path: Path) -> None:
     assert len(list(path.rglob("*.safetensors"))) == 1
 
 
+@pytest.mark.parametrize("content", [b"", bytes(5000)], ids=["empty", "zeros"])
+def test_a_step_of_a_lost_manifest_can_be_saved_again(tmp_path: Path, content: bytes) -> None:
+    manager = checkpoint.Manager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    (manager.path(2) / "manifest.json").write_bytes(content)
+    again = checkpoint.Manager(tmp_path)
+    assert_same(state(1), again.load())
+    again.save(2, state(3))
+    assert_same(state(3), again.load())
+    assert len(list(manager.path(2).rglob("*.safetensors"))) == 1
+
+
 def test_another_programs_manifest_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "an app"}')
     with pytest.raises(FileExistsError, match="not the manifest of a checkpoint"):

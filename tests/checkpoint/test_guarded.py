@@ -181,3 +181,16 @@ def test_parameters_of_the_guard_that_are_elsewhere_are_not_asked_where_they_lie
     loaded = checkpoint.load(tmp_path / "run")
     assert bool((loaded["w"] == 1).all())
     assert bool((loaded["m"] == 0).all())
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (0, 3)])
+def test_a_column_of_one_row_or_of_none_is_copied(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """It is contiguous whatever its stride is."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    column = torch.ones(shape)[:, 0]
+    guard = torch.optim.SGD([weight], lr=1.0)
+    pending = checkpoint.save_async({"w": weight, "c": column}, tmp_path / "run", guard=guard)
+    column += 1
+    pending.result()
+    loaded = checkpoint.load(tmp_path / "run")["c"]
+    assert loaded.tolist() == [1.0] * shape[0]

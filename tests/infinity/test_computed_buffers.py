@@ -61,8 +61,32 @@ class Initialising(Model):
             module.fill()
 
 
+class Strided(Rotary):
+    """Sets its buffers anew: every other element of something, and a column of a single row."""
+
+    def reset_parameters(self) -> None:
+        self.frequencies = self.compute().repeat_interleave(2)[::2]
+        self.ones = torch.ones(1, 3, dtype=torch.bool)[:, 0].expand(3)
+
+
+class Column(Rotary):
+    def reset_parameters(self) -> None:
+        self.fill()
+        self.one = torch.full((1, 3), 2.0)[:, 0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.full((1,), 2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().forward(x) * self.one
+        return result
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "reset_parameters": lambda: Model(Resetting()),
+    "strided": lambda: Model(Strided()),
+    "column": lambda: Model(Column()),
     "_init_weights": lambda: Initialising(Rotary()),
     "batch norm": lambda: Model(nn.BatchNorm1d(WIDTH)),
 }

@@ -92,3 +92,15 @@ def test_a_gradient_without_room_names_its_parameter(monkeypatch: pytest.MonkeyP
     record = large_of(records)[0]
     with pytest.raises(BudgetError, match=f"the gradient of {record.name}"):
         reductions.add(record.index, torch.ones(record.shape))
+
+
+def test_a_gradient_of_one_element_may_have_any_stride() -> None:
+    """As a parameter of shape (1,) has that is stacked with others."""
+    ranks, records = TwoRanks(), partitioned_records()
+    small = next(record for record in records if not record.is_partitioned)
+    reductions, stored = _reductions(ranks, records)
+    column = torch.full((1, 2), 5.0)[:, 0]
+    assert column.stride() == (2,)
+    reductions.add(small.index, column)
+    reductions.finish()
+    assert torch.equal(stored[small.index], column)

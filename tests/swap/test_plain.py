@@ -10,6 +10,7 @@ from swap.adam import AdamHyper
 from swap.kernels import adam_step, block_squares, copy_values, sum_of_squares
 from swap.masters import components_from
 from swap.plain import check_memory, plain
+from swap.plain import same_bits as plain_bits
 from swap.storage.components import as_bytes
 from tests.support.training import same_bits
 
@@ -107,3 +108,10 @@ def test_copied_values_are_the_values() -> None:
 def test_a_tensor_that_is_no_memory_is_refused_by_name(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"here is (of layout|on the meta device)"):
         check_memory("here", tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+def test_bits_of_one_element_with_any_stride(dtype: torch.dtype) -> None:
+    column = torch.ones(1, 3, dtype=dtype)[:, 0]
+    assert plain_bits(column, column.clone(memory_format=torch.contiguous_format))
+    assert not plain_bits(column, -column)

@@ -272,4 +272,9 @@ def _filled(buffer: torch.Tensor, fill: int) -> torch.Tensor:
 def _same_bytes(a: torch.Tensor, b: torch.Tensor | None) -> bool:
     if b is None or a.shape != b.shape or a.dtype != b.dtype or a.is_meta or b.is_meta:
         return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a copy, as what has any stride is no row of bytes, be it of one element."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
