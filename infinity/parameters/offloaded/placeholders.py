@@ -279,7 +279,8 @@ def refusal_past_tiles(name: str) -> str:
     return (
         f"{name} is in tiles while the model is offloaded, and was given as it is to a function of "
         "autograd (Function.apply, or torch.utils.checkpoint), whose gradient would reach no tile; "
-        "give it weight.clone(), the whole, which gradients flow through to the tiles"
+        "give it weight.clone(), the whole, which gradients flow through to the tiles, or offload "
+        "with a larger max_parameter_bytes, which leaves the weight as it is"
     )
 
 
