@@ -8,6 +8,7 @@ again after an interrupt.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,8 +93,12 @@ def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> Any:
     for what is not trained.
     """
 
+    stands = weakref.ref(whole)  # a parameter is itself again after the block, whatever is left
+
     def refuse(gradient: torch.Tensor | None) -> None:
-        if gradient is not None and any(tile.requires_grad for tile in tiles):
+        if type(stands()) is nn.Parameter or gradient is None:
+            return
+        if any(tile.requires_grad for tile in tiles):
             raise RuntimeError(refusal_past_tiles(name))
 
     if not any(tile.requires_grad for tile in tiles):
