@@ -43,8 +43,11 @@ from infinity.autograd.returned import copy_where_returned
 from infinity.parameters.homes import Homes
 from infinity.parameters.offloaded.becoming import is_ours
 from infinity.parameters.offloaded.modes import outside_inference, unseen
+from infinity.parameters.offloaded.placeholders import refusal_past_tiles
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
+from infinity.tiling.tile import is_program_s
+from infinity.tiling.weight import TiledWeight
 from swap.memory.uses import storage_at
 
 _SAMPLE = 16
@@ -274,6 +277,8 @@ class _Hooks(Hooks):
 
 @unseen
 def _pack_weight(tensor: torch.Tensor) -> SavedWeight | None:
+    if isinstance(tensor, TiledWeight) and not all(map(is_program_s, tensor.tiles)):
+        raise RuntimeError(refusal_past_tiles(tensor._name))
     for block in _likeliest():
         weight = block.find(tensor)
         if weight is not None:

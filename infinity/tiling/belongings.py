@@ -8,10 +8,14 @@ again after an interrupt.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from infinity.parameters.offloaded.placeholders import as_they_are, refusal_past_tiles
 
 _FORWARD_HOOKS = (
     *("_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs"),
@@ -81,3 +85,24 @@ def cut_gradient(
     for tile, (start, stop) in rows:
         tile.grad = gradient[start:stop]
     parameter.grad = None
+
+
+def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> Any:
+    """Refuse gradients that reach ``whole``, which stands for the ``tiles``, where none of these
+    would get them: functions of autograd take it without a word. Returns the hook's handle, or None
+    for what is not trained.
+    """
+
+    stands = weakref.ref(whole)  # a parameter is itself again after the block, whatever is left
+
+    def refuse(gradient: torch.Tensor | None) -> None:
+        if type(stands()) is nn.Parameter or gradient is None:
+            return
+        if any(tile.requires_grad for tile in tiles):
+            raise RuntimeError(refusal_past_tiles(name))
+
+    if not any(tile.requires_grad for tile in tiles):
+        return None
+    with torch._C.DisableTorchFunctionSubclass(), as_they_are():
+        torch.Tensor.requires_grad.__set__(whole, True)  # type: ignore[attr-defined]
+        return torch.Tensor.register_hook(whole, refuse)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
-from infinity.tiling.belongings import reason_against_parameter
+from infinity.tiling.belongings import reason_against_parameter, watch_arrivals
 from infinity.tiling.groups import touch
 from infinity.tiling.joining import Cut, StateDictHooks
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
@@ -132,7 +132,9 @@ def weight_of(
 ) -> TiledWeight:
     """What stands for ``whole``, the parameter ``name``, while the tiles have its rows."""
     face = placeholder(whole.shape, dtype, device, refusal_of_tiled(name))
-    return TiledWeight.of(tiles, name, face, is_partitioned=is_partitioned)
+    weight = TiledWeight.of(tiles, name, face, is_partitioned=is_partitioned)
+    watch_arrivals(weight, name, weight.tiles)
+    return weight
 
 
 def reason_against(

@@ -15,7 +15,7 @@ from torch import nn
 
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
 from infinity.parameters.records import compute_dtype_of
-from infinity.tiling.belongings import cut_gradient
+from infinity.tiling.belongings import cut_gradient, watch_arrivals
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList, lie_as_cut
 from infinity.tiling.weight import TiledWeight
 
@@ -121,6 +121,7 @@ class Cut(ABC):
 
 def _stand_for(parameter: Any, name: str, tiles: Sequence[Tile], *, is_partitioned: bool) -> None:
     """Let ``parameter``, which has no values, be what the tiles are the rows of."""
+    parameter._arrivals = watch_arrivals(parameter, name, [tile.parameter for tile in tiles])
     parameter._tiles, parameter._name = tiles, name
     parameter._is_partitioned = is_partitioned
     parameter._is_param = True  # what makes it an instance of nn.Parameter
@@ -130,6 +131,10 @@ def _stand_for(parameter: Any, name: str, tiles: Sequence[Tile], *, is_partition
 def _stand_alone(parameter: Any) -> None:
     """Undo ``_stand_for``. Idempotent."""
     parameter.__class__ = nn.Parameter
+    arrivals = vars(parameter).get("_arrivals")
+    if arrivals is not None:
+        arrivals.remove()
+        parameter.grad = None  # of what was frozen inside, and reached no tile
     for name in TiledWeight.OWN:
         vars(parameter).pop(name, None)
 

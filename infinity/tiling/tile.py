@@ -17,7 +17,7 @@ from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradi
 from infinity.parameters.offloaded.histories import ChangeCount
 from infinity.parameters.offloaded.modes import outside_inference, own_modes, without_history
 from infinity.parameters.offloaded.parameter import SHOWS_MEMORY
-from infinity.parameters.offloaded.placeholders import as_they_are
+from infinity.parameters.offloaded.placeholders import as_they_are, storage_of
 
 RowRange = tuple[int, int]
 """First row, and the row after the last."""
@@ -280,7 +280,7 @@ def watched(leaf: Any, wholes: Mapping[int, Sequence[Any]]) -> Any:
     if leaf.requires_grad and torch.is_grad_enabled():
         return leaf
     with torch._C.DisableTorchFunctionSubclass():
-        storage = leaf.untyped_storage()._cdata
+        storage = storage_of(leaf)
     absent = _first_absent(wholes.get(storage, ()))
     if absent is None:
         return leaf

@@ -61,7 +61,7 @@ class TiledWeight(torch.Tensor):
 
     OWN = (
         *("_tiles", "_name", "_is_partitioned", "_was_whole", "was_selected", "_owner"),
-        "_is_param",
+        *("_is_param", "_arrivals"),
     )
     """What a parameter that has this class has beside its own attributes."""
 
@@ -298,6 +298,7 @@ def _linear(
     bias: torch.Tensor | None = None,
 ) -> Any:
     is_ours = isinstance(weight, TiledWeight) and not isinstance(input, TiledWeight)
+    is_ours = is_ours and not torch._C._are_functorch_transforms_active()
     if not is_ours or isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
         return NotImplemented
     kind = input.device.type

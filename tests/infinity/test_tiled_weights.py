@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.tiling.weight import TiledWeight
@@ -253,3 +254,89 @@ def test_weight_of_a_linear_layer_in_tiles_cannot_be_replaced(
             model[0].weight = value
         model[0].weight = model[0].weight
         model(torch.ones(2, 256)).sum().backward()
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps the weight past ``save_for_backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.weight, gradient.t() @ x
+
+
+class _Saved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+FUNCTIONS = [_Kept.apply, _Saved.apply, lambda x, w: checkpoint(F.linear, x, w, use_reentrant=True)]
+
+
+@pytest.mark.parametrize("layer", [1, 2], ids=["of a layer", "shared"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=["kept", "saved", "recomputed"])
+def test_functions_of_autograd_take_a_copy_and_nothing_that_stands_for_tiles(
+    block: Block, function: Any, layer: int
+) -> None:
+    model, offloaded = block
+    plain = seeded(make)
+    x = torch.ones(2, 300, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"\b\d\.weight is in tiles.*give it weight\.clone"):
+        function(x, model[layer].weight).sum().backward()
+    offloaded.optimizer.zero_grad()
+    assert model[layer].weight.grad is None
+    function(x, model[layer].weight.clone()).sum().backward()
+    function(x, plain[layer].weight).sum().backward()
+    assert torch.equal(model[layer].weight.grad, plain[layer].weight.grad)
+    offloaded.step()
+    loss(model).backward()
+
+
+def test_functions_of_autograd_leave_nothing_in_parameters_after_the_block(nvme: Path) -> None:
+    model = seeded(make)
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND):
+        model[1].requires_grad_(False)
+        _Kept.apply(torch.ones(2, 300), model[1].weight).sum().backward()
+        model[1].requires_grad_(True)
+    assert model[1].weight.grad is None
+    _Kept.apply(torch.ones(2, 300), model[1].weight).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+@pytest.mark.parametrize("budget", ["whole"], indirect=True)
+def test_vmap_takes_the_whole(block: Block) -> None:
+    model, _ = block
+    plain = seeded(make)
+    x = torch.ones(2, 300)
+    for one in (model, plain):
+        weight = one[2].weight
+        torch.vmap(lambda row, weight=weight: F.linear(row, weight))(x).sum().backward()
+        torch.vmap(lambda row, weight=weight: weight @ row)(x).sum().backward()
+    assert model[2].weight.grad.allclose(plain[2].weight.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_scripts_take_a_copy_of_the_whole(block: Block) -> None:
+    model, _ = block
+    scripted: Any = torch.jit.script(_multiplied)
+    with pytest.raises(RuntimeError, match=r"the weight of 0\.weight is in tiles"):
+        scripted(torch.ones(2, 300), model[2].weight)
+    copied = scripted(torch.ones(2, 300), model[2].weight.clone())
+    assert torch.equal(copied, _multiplied(torch.ones(2, 300), seeded(make)[2].weight))
+
+
+def _multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.t()

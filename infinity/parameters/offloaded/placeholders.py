@@ -226,7 +226,8 @@ def _refusal_of(leaf: torch.Tensor) -> str:
     if device.type == "meta":
         return _texts[storage_of(face)]
     memory: Any = torch.empty(0, dtype=torch.uint8, device=device)
-    memory.set_(torch.Tensor.untyped_storage(face))
+    with torch._C.DisableTorchFunctionSubclass():  # of tiles it would be the memory of the whole
+        memory.set_(torch.Tensor.untyped_storage(face))
     return bytes(memory.clone().tolist())[_TEXT_FROM:].decode()
 
 
@@ -270,6 +271,16 @@ def refusal_of_tiled(name: str = "a layer") -> str:
     return (
         f"the weight of {name} is in tiles while the model is offloaded, and this memory is not "
         "where they are; reach it through the model, or take its values by clone()"
+    )
+
+
+def refusal_past_tiles(name: str) -> str:
+    """What is said where the weight ``name``, which is in tiles, comes to what takes no tiles."""
+    return (
+        f"{name} is in tiles while the model is offloaded, and was given as it is to a function of "
+        "autograd (Function.apply, or torch.utils.checkpoint), whose gradient would reach no tile; "
+        "give it weight.clone(), the whole, which gradients flow through to the tiles, or offload "
+        "with a larger max_parameter_bytes, which leaves the weight as it is"
     )
 
 
