@@ -10,6 +10,7 @@ neither noticed nor refused.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -20,12 +21,14 @@ from typing import Any
 
 import torch
 
+from swap.interruptions.forks import check_process
+
 
 class BackwardPasses:
     """Those of one model. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._process, self._lock = os.getpid(), threading.Lock()
         self._known: dict[int, weakref.ref[_End]] = {}
         """By what autograd numbers them with."""
         self._alone: dict[FrameType, threading.Thread] = {}
@@ -34,8 +37,9 @@ class BackwardPasses:
     def brings(self) -> None:
         """A gradient arrives, of the pass that runs on this thread.
 
-        Raises ``RuntimeError`` if one is under way on another.
+        Raises ``RuntimeError`` if one is under way on another, and in a forked child.
         """
+        check_process(self._process, "the offloaded model")
         number = torch._C._current_graph_task_id()
         if number == -1 or number in self._known:
             return

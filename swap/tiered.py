@@ -245,7 +245,6 @@ class TieredState:
         step is taken.
         """
         self.mixture.check()
-        # What gradients go through is not there in a child, whose graph may be its parent's.
         check_process(self._process, "the offloaded model")
         self.gradients.check_memory(parameter, gradient)
         for other in self._neighbours[parameter]:
@@ -292,6 +291,7 @@ class TieredState:
         return parameter in self.gradients.present or parameter in self.gradients.lost
 
     def _await_gradients(self) -> None:
+        check_process(self._process, "the offloaded model")  # no thread brings them in a child
         if self.inbox is not None:
             self.inbox.wait()
 

@@ -125,8 +125,9 @@ def local_tensor(value: Any) -> Any:
     """
     if type(value) in _TENSOR_TYPES:
         return value
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is None or not isinstance(value, distributed.DTensor):
+    # No module has it, nor has the module, where another thread is just importing that.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None or not isinstance(value, kind):
         return value
     if value.device_mesh.size() > 1:
         raise TypeError(

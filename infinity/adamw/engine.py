@@ -54,12 +54,14 @@ class StateEngine:
     def check_whole(self) -> None:
         """Raises ``MixedStateError`` where the loading of a state was stopped."""
         self._changes.wait()
-        self._check_whole()
+        if self.is_mixed:  # unless another thread has just begun to load
+            self._changes.make(self._check_whole, alters=False)
 
     def check_ready(self) -> None:
         """Raises ``RuntimeError`` where no step can be taken."""
         self._changes.wait()
-        self._check_ready()
+        if self.is_mixed or self.unfinished is not None:  # or to take a step
+            self._changes.make(self._check_ready, alters=False)
 
     def _check_whole(self) -> None:
         if self.is_mixed:
@@ -90,18 +92,19 @@ class StateEngine:
 
     # Steps.
 
-    def step(self, groups: Groups, makes_state: Callable[[Step], bool]) -> None:
+    def step(self, now: Callable[[], Groups], makes_state: Callable[[Step], bool]) -> None:
         """Take a step for all that has a gradient, and carry it out; it is ``unfinished`` if that
         fails. All checks come before the first change. One that ``makes_state`` only has every
-        member have that of before the first step.
+        member have that of before the first step. The groups of ``now`` are asked for again in its
+        turn: another thread may have loaded others.
         """
-        check_distinct(groups)
+        check_distinct(groups := now())
         self.place((p for group in groups for p in group["params"] if p.grad is not None), groups)
-        self._make(partial(self._step, groups, makes_state))
+        self._make(partial(self._step, now, makes_state))
 
-    def _step(self, groups: Groups, makes_state: Callable[[Step], bool]) -> None:
+    def _step(self, now: Callable[[], Groups], makes_state: Callable[[Step], bool]) -> None:
         self._check_ready()
-        taken = self._take(groups)
+        taken = self._take(now())
         if makes_state(taken):
             for member in self.members:
                 member.held = Held.ZEROS

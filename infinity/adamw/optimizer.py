@@ -144,7 +144,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 loss = closure()
         makes_state = self._makes_state_only if is_asked_by_torch() else never
         with torch.no_grad():
-            self._engine.step(self.param_groups, makes_state)
+            self._engine.step(lambda: self.param_groups, makes_state)
         return loss
 
     def flush(self) -> None:
@@ -219,6 +219,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Raises ``MemoryError`` when that is more than the memory that is free; see ``save``.
         """
         self._wait_for_turn()
+        return self._engine.reading(self._state_dict)  # with the options that go with the state
+
+    def _state_dict(self) -> dict[str, Any]:
         members = self._engine.members.named(names_of(self.param_groups))
         # Where torch looks for it, on this thread, for as long as it takes.
         packed = self._engine.read_all([*members.values()])
@@ -351,10 +354,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return is_whole and not self.has_state() and makes_state_only(taken.updates.values())
 
     def _states_in(self, state_dict: Mapping[str, Any]) -> list[tuple[torch.Tensor, Any]]:
-        """Parameters and their states in a state dict, checked.
-
-        What reads its tensors when they are looked at, as our ``state[parameter]``, reads them
-        here: of the state that it is to replace.
+        """Parameters and their states in a state dict, checked. What reads its tensors when they
+        are looked at, as our ``state[parameter]``, reads them here: of the state that it replaces.
         """
         for group in state_dict["param_groups"]:
             options_of(group)

@@ -108,7 +108,16 @@ class Loans:
         if modify:
             self._views.find(indices)
             self._views.expire(indices)
-            self._keep([index for index in indices if self._modified()[index] == 1])
+            self._keep(self._last_to_modify(loan))
+
+    def _last_to_modify(self, loan: object) -> list[int]:
+        """What nobody else who asked is to modify still. ``loan`` is not from now on: of two that
+        end at once, on two threads, the second is the last.
+        """
+        with self._handing:
+            (indices, _), modified = self._lent[loan], self._modified()
+            self._lent[loan] = indices, False
+        return [index for index in indices if modified[index] == 1]
 
     def check_none(self, what: str) -> None:
         """Raises ``RuntimeError`` if a parameter is lent: ``what`` would change it at home."""
@@ -213,19 +222,23 @@ class Loans:
             self._left.pop(loan, None)
 
     def _take_in(self, loan: object) -> None:
-        indices, _ = self._lent.pop(loan, ((), False))
-        indices = sorted({*indices} - self._asked())
+        with self._handing:  # who asks meanwhile shares what stays lent, or is lent it anew
+            indices, _ = self._lent.pop(loan, ((), False))
+            indices = sorted({*indices} - self._asked())
+            self._let_in(indices)
+            memories = [(index, self._memory.pop(index, None)) for index in indices]
+        for index, memory in memories:
+            look = None if memory is None or self._is_over else memory.given_back(index, self)
+            if look is not None:
+                self._kept = [*(kept for kept in self._kept if kept.alive), look]
+
+    def _let_in(self, indices: Sequence[int]) -> None:
         if not self._is_over:
             self._versions.note(indices)  # a save looks for changes of what is not lent
             try:
                 self._residency.let_in(indices)
             finally:
                 self._versions.note(indices)
-        for index in indices:
-            memory = self._memory.pop(index, None)
-            look = None if memory is None or self._is_over else memory.given_back(index, self)
-            if look is not None:
-                self._kept = [*(kept for kept in self._kept if kept.alive), look]
 
     def after_fork(self) -> None:
         self._handing = threading.RLock()  # another thread may have had it

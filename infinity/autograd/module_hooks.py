@@ -4,6 +4,7 @@ honest state dicts. A compiled block is hooked as a whole, and from outside.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.parameters.offloaded.placeholders import check_not_transformed
 from infinity.parameters.records import Record
+from swap.interruptions.forks import check_process
 from swap.interruptions.undo import Undo
 
 _TABLES = (
@@ -64,6 +66,7 @@ class ModelHooks:
         passes: Passes | None = None,
         loans: Loans | None = None,
     ) -> None:
+        self._process, self._records = os.getpid(), records
         self._passes, self._loans = passes, loans
         self._thread = threading.local()
         self._model = model
@@ -161,10 +164,20 @@ class ModelHooks:
                 f"a copy of an offloaded {type(module).__name__} was called (DataParallel makes "
                 "some), which has no weights; call the model itself"
             )
+        self._check_process(module)
         check_call(type(module).__name__)  # a layer may be compiled by itself
         check_not_transformed(type(module).__name__)
         check_not_moving(f"the {type(module).__name__}")
         return own
+
+    def _check_process(self, module: nn.Module) -> None:
+        """Raises ``RuntimeError`` in a forked child, before anything is waited for: another thread
+        of the parent may have had any lock.
+        """
+        if os.getpid() != self._process:
+            names = [self._records[index].name for index in sorted(self._all_of(module))]
+            what = next(iter(names), type(module).__name__)
+            check_process(self._process, f"the offloaded {what}")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         try:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from infinity.backward_passes import threads_alive
+from swap.interruptions.forks import note
 from swap.marks import HostMark, Mark, marks_on
 from swap.timeline import Timeline
 
@@ -34,6 +35,11 @@ class Phases:
         self._forward_start: Mark = HostMark()
         self._backward: tuple[Mark, Mark] | None = None
         self._lock = threading.RLock()
+        note(self)
+
+    def after_fork(self) -> None:
+        """What a child computes with tensors of its own comes by here, too."""
+        self._lock = threading.RLock()  # another thread may have had it
 
     def forward_begins(self) -> None:
         """The outermost module begins its forward, inside no other."""

@@ -25,6 +25,7 @@ is compared.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from bisect import bisect_right
@@ -46,8 +47,12 @@ from infinity.parameters.offloaded.modes import outside_inference, unseen
 from infinity.parameters.offloaded.placeholders import refusal_past_tiles
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
+<<<<<<< HEAD
 from infinity.tiling.tile import is_program_s
 from infinity.tiling.weight import TiledWeight
+=======
+from swap.interruptions.forks import check_process
+>>>>>>> r35swap
 from swap.memory.uses import storage_at
 
 _SAMPLE = 16
@@ -118,7 +123,7 @@ class SavedTensors:
         activations: Activations,
         residency: Residency,
     ) -> None:
-        self._residency = residency
+        self._process, self._residency = os.getpid(), residency
         self._activations = activations
         self._records = records
         self._weights = weights
@@ -215,6 +220,7 @@ class SavedTensors:
     def fetch(self, packed: SavedWeight) -> torch.Tensor:
         """Fetch what ``find`` found. Raises ``RuntimeError`` if it is not the same any more."""
         name = self._records[packed.index].name
+        check_process(self._process, f"the offloaded {name}")
         if self not in _in_use:
             raise RuntimeError(
                 f"this backward pass needs {name}, which is not offloaded any more; call backward "

@@ -9,6 +9,7 @@ joins them is brought to their scale, after they were clipped; both go with the 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from infinity.parameters.offloaded.placeholders import came_frozen
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.deferred import taken
+from swap.interruptions.forks import check_process
 from swap.tiered import TieredState
 
 
@@ -38,7 +40,7 @@ class Accumulated:
         rank_context: RankContext,
         loss_scale: LossScale | None,
     ) -> None:
-        self._records = records
+        self._process, self._records = os.getpid(), records
         self._state = state
         self._rank_context = rank_context
         self.scale = GradientScale(loss_scale)
@@ -165,6 +167,7 @@ class Accumulated:
 
     def has(self, index: int) -> bool:
         """Whether there is one that was not cleared, be it that a step has used it."""
+        check_process(self._process, "the offloaded model")
         if index in self._consumed or self._rank_context.has_gradient(index):
             return True
         return self._state.has_gradient(index)
@@ -173,6 +176,7 @@ class Accumulated:
         """Replace the gradient of a parameter by one that a program made, or clear it. One that
         cannot be kept is lost, and no step is taken until it is cleared.
         """
+        check_process(self._process, "the offloaded model")  # a child would wait for other ranks
         self._rank_context.drop_gradients(index)
         self._state.clear_gradients(index)
         self._consumed.discard(index)
@@ -286,6 +290,7 @@ class Accumulated:
 
     def clear(self) -> None:
         """Forget all."""
+        check_process(self._process, "the offloaded model")
         for record in self._records:
             take_grad(record.parameter)  # an interrupt may have left it there
         self._rank_context.drop_gradients()

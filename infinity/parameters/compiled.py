@@ -23,8 +23,9 @@ _COMPILER = "torch._dynamo"
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it is what ``torch.compile(module)`` returns, which has the module within it."""
-    frames = sys.modules.get(f"{_COMPILER}.eval_frame")
-    return frames is not None and isinstance(module, frames.OptimizedModule)
+    # No module has it, nor has the module, where another thread is just importing that.
+    kind = getattr(sys.modules.get(f"{_COMPILER}.eval_frame"), "OptimizedModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def is_compiled(module: nn.Module) -> bool:

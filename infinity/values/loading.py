@@ -83,11 +83,12 @@ def load(
     read = partial(checkpoint.load, path, stripe_dirs=stripe_dirs)
     fits = partial(check_targets, Path(path).resolve(), relocation(stripe_dirs))
     state = training.state
-    with state.changing, state.mixture.changing(f"loading {path}") as change:
-        saved, extra, states = _of_one_save(
-            training, path, partial(_replace, training, path, read, fits, change, begin, then)
-        )
-    _set_module_states(training, saved, states)
+    with state.changing:
+        with state.mixture.changing(f"loading {path}") as change:
+            saved, extra, states = _of_one_save(
+                training, path, partial(_replace, training, path, read, fits, change, begin, then)
+            )
+        _set_module_states(training, saved, states)
     return extra
 
 
@@ -120,9 +121,10 @@ def load_from(
     targets that it does not fit; ``begin`` is called when it does, before anything is changed.
     """
     state = training.state
-    with state.changing, state.mixture.changing(f"loading {path}") as change:
-        saved, extra, states = _replace(training, path, read, fits, change, begin, then)
-    _set_module_states(training, saved, states)
+    with state.changing:
+        with state.mixture.changing(f"loading {path}") as change:
+            saved, extra, states = _replace(training, path, read, fits, change, begin, then)
+        _set_module_states(training, saved, states)
     return extra
 
 
@@ -149,6 +151,7 @@ def _replace(
 
     def replace() -> tuple[Any, dict[str, Any]]:
         ranks.weights.drop()
+        training.state.num_changes += 1  # for saves that are reading what is set to zero
         for component in absent_state(training, saved):
             training.state.components.zero(component)
         loaded = _load_values(training, saved, targets, read)

@@ -165,3 +165,73 @@ def test_a_child_leaves_gathered_whatever_other_threads_were_doing(tmp_path: Pat
             other.join()
         lending.__exit__(None, None, None)
     assert told.startswith(("returned", "RuntimeError"))
+
+
+def _at_once(use: Callable[[], Any]) -> Callable[[], Any]:
+    def within() -> Any:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler would wait for the lock, too
+        signal.alarm(5)
+        return use()
+
+    return within
+
+
+@pytest.mark.timeout(120)
+def test_a_child_that_clears_gradients_during_an_update_ahead_of_its_step_is_refused(
+    tmp_path: Path,
+) -> None:
+    """It waited for the end of that, which no thread of its own would ever reach."""
+    model = seeded(Stack)
+    weight = model.layer(2).weight
+    with infinity.offload(model, tmp_path, host_memory=least_budget(Stack, tmp_path)) as offloaded:
+        _steps(model, offloaded, range(2))
+        offloaded.flush()
+        with stuck_update():
+            vector_loss(model, 2).backward()
+            assert offloaded._training.state.speculation._fed
+            uses: tuple[Callable[[], Any], ...] = (
+                offloaded.optimizer.zero_grad,
+                model.zero_grad,
+                lambda: weight.grad,
+                lambda: setattr(weight, "grad", None),
+            )
+            for use in uses:
+                assert "process PARENT cannot be used in process CHILD" in in_child(_at_once(use))
+        offloaded.step()
+
+
+@pytest.mark.timeout(120)
+def test_a_child_is_refused_whatever_locks_other_threads_had(tmp_path: Path) -> None:
+    """It waited for locks that nobody releases there."""
+    model = seeded(Stack)
+    is_held, may_go_on = threading.Event(), threading.Event()
+    with infinity.offload(model, tmp_path, host_memory=WHOLE) as offloaded:
+        loss = vector_loss(model, 0)
+        training = offloaded._training
+
+        def hold() -> None:
+            with (
+                training.state.weights._lock,
+                training.versions._counting,
+                training._phases._lock,
+                training.gradients.passes._lock,
+            ):
+                is_held.set()
+                may_go_on.wait(60)
+
+        other = threading.Thread(target=hold)
+        other.start()
+        is_held.wait()
+        uses: tuple[Callable[[], Any], ...] = (
+            lambda: model(torch.ones(2, 256)),
+            lambda: model.layer(2)(torch.ones(2, 256)),
+            loss.backward,
+        )
+        try:
+            told = [in_child(_at_once(use)) for use in uses]
+        finally:
+            may_go_on.set()
+            other.join()
+        assert all("process PARENT cannot be used in process CHILD" in text for text in told), told
+        loss.backward()
+        offloaded.step()

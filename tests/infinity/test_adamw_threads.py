@@ -116,6 +116,84 @@ def test_step_beside_a_load_of_another_thread_follows_it(
     assert same(here.moments(), later.moments())
 
 
+def test_step_beside_the_loading_of_a_state_dict_has_the_options_of_that(
+    monkeypatch: pytest.MonkeyPatch, trained: Callable[[int], Trained]
+) -> None:
+    """It had those from before, with the state that was loaded."""
+    here, later = trained(2), trained(2)
+    state, place = here.optimizer.state_dict(), StateEngine.place
+    state["param_groups"][0]["lr"] = 1e-4
+    later.optimizer.load_state_dict(state)
+    later.optimizer.step()
+    loading = threading.Thread(target=here.optimizer.load_state_dict, args=(state,))
+
+    def place_late(*given: Any) -> None:
+        place(*given)
+        if not loading.ident:
+            loading.start()
+            loading.join()
+
+    monkeypatch.setattr(StateEngine, "place", place_late)
+    here.optimizer.step()
+    assert same(values(here.model), values(later.model))
+
+
+def test_state_dict_beside_the_loading_of_another_is_of_one_moment(
+    monkeypatch: pytest.MonkeyPatch, trained: Callable[[int], Trained]
+) -> None:
+    """It had the options that were loaded, with the state from before."""
+    here = trained(2)
+    state, read_all = here.optimizer.state_dict(), StateEngine.read_all
+    state["param_groups"][0]["lr"] = 1e-4
+    loading = threading.Thread(target=here.optimizer.load_state_dict, args=(state,))
+
+    def read_early(*given: Any) -> Any:
+        found = read_all(*given)
+        loading.start()
+        loading.join(CHANCE_SECONDS)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateEngine, "read_all", read_early)
+        found = here.optimizer.state_dict()
+    loading.join()
+    assert found["param_groups"][0]["lr"] == 1e-2
+    assert here.optimizer.param_groups[0]["lr"] == 1e-4
+
+
+def test_step_that_looks_as_another_thread_begins_to_load_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[int], Trained]
+) -> None:
+    """It was told that the loading had been stopped."""
+    here, later = trained(2), trained(3)
+    here.optimizer.save(tmp_path / "saved")
+    wait, write, is_amid, may_go_on = (
+        Changes.wait,
+        StateStore.write,
+        threading.Event(),
+        threading.Event(),
+    )
+    loading = threading.Thread(target=here.optimizer.load, args=(tmp_path / "saved",))
+
+    def write_late(*given: Any) -> None:
+        is_amid.set()
+        may_go_on.wait(10)
+        write(*given)
+
+    def wait_early(changes: Changes) -> None:
+        wait(changes)
+        if not loading.ident:
+            loading.start()
+            is_amid.wait(10)
+            threading.Timer(CHANCE_SECONDS, may_go_on.set).start()
+
+    monkeypatch.setattr(StateStore, "write", write_late)
+    monkeypatch.setattr(Changes, "wait", wait_early)
+    here.optimizer.step()
+    loading.join()
+    assert same(here.moments(), later.moments())
+
+
 def test_step_whose_closure_closes_the_optimizer_is_refused_and_changes_nothing(
     trained: Callable[[int], Trained],
 ) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.autograd.modifying import Loans
+from infinity.autograd.residency import ModuleResidency
 from infinity.parameters.records import Record
 from infinity.ranks.context import SingleRank
 from tests.support.adamw_model import batch, make_model
@@ -98,3 +101,72 @@ def test_passes_that_gather_do_not_wait_for_each_other(
         results = [one.result(20) for one in computing]
         hook.remove()
     assert all(map(torch.equal, results, expected))
+
+
+def _add_one(offloaded: infinity.OffloadedModel, weight: nn.Parameter, has_begun: Any) -> None:
+    with offloaded.gathered(weight, modify=True), torch.no_grad():
+        has_begun()
+        weight.add_(1)
+
+
+def test_of_two_that_end_at_once_one_keeps_what_both_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took the other for one who was to keep it, and all was lost without a word."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    expected = _weight(model).detach() + 1 + 1
+    keep, in_turn, both = Loans._keep, threading.Barrier(2), threading.Barrier(2)
+    lock = threading.Lock()
+
+    def keep_at_once(*arguments: Any) -> None:
+        both.wait(10)
+        keep(*arguments)
+
+    def change() -> None:
+        with offloaded.gathered(_weight(model), modify=True), torch.no_grad():
+            in_turn.wait(10)
+            with lock:
+                _weight(model).add_(1)
+
+    with (
+        infinity.offload(model, tmp_path, host_memory=least) as offloaded,
+        ThreadPoolExecutor(2) as others,
+    ):
+        monkeypatch.setattr(Loans, "_keep", keep_at_once)
+        for changing in [others.submit(change) for _ in range(2)]:
+            changing.result()
+        monkeypatch.undo()
+    assert torch.equal(_weight(model).detach(), expected)
+
+
+def test_who_asks_for_what_is_given_back_just_now_is_lent_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shared what was no longer lent, and was refused as if it had changed that outside."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    expected = _weight(model).detach() + 1 + 1
+    let_in, is_amid = ModuleResidency.let_in, threading.Event()
+    has_begun, is_in = threading.Event(), threading.Event()
+
+    def let_in_late(residency: ModuleResidency, indices: Iterable[int]) -> None:
+        if indices:
+            is_amid.set()
+            has_begun.wait(0.5)  # not, where that waits for this
+            let_in(residency, indices)
+            is_in.set()
+
+    def begun() -> None:
+        has_begun.set()
+        is_in.wait()
+
+    with (
+        infinity.offload(model, tmp_path, host_memory=least) as offloaded,
+        ThreadPoolExecutor(1) as other,
+    ):
+        monkeypatch.setattr(ModuleResidency, "let_in", let_in_late)
+        first = other.submit(_add_one, offloaded, _weight(model), lambda: None)
+        is_amid.wait()
+        _add_one(offloaded, _weight(model), begun)
+        first.result()
+        monkeypatch.undo()
+    assert torch.equal(_weight(model).detach(), expected)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import infinity
 from checkpoint import ChangedTensorError
@@ -71,3 +72,44 @@ def test_what_is_saved_as_another_thread_loads_is_of_one_moment(
                 assert same_values(values_of(model), expected)
         else:
             assert isinstance(failure, ChangedTensorError)
+
+
+class _Counting(nn.Linear):
+    """Has state that is no tensor, and is given it slowly."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.is_amid, self.is_saved = threading.Event(), threading.Event()
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, count: Any) -> None:
+        self.is_amid.set()
+        self.is_saved.wait(0.5)  # not, where the save waits for this
+        self.count = count
+
+
+def test_what_is_saved_as_modules_are_given_their_state_has_all_of_it(tmp_path: Path) -> None:
+    """It had the weights that were loaded, and the state of modules from before."""
+    model = nn.Sequential(make_model(), _Counting())
+    counting = model[1]
+    assert isinstance(counting, _Counting)
+
+    def save() -> None:
+        counting.is_amid.wait()
+        offloaded.save(tmp_path / "beside")
+
+    with infinity.offload(model, tmp_path, host_memory="1GiB") as offloaded:
+        offloaded.save(tmp_path / "first")
+        counting.count = 7
+        with ThreadPoolExecutor(1) as other:
+            saving = other.submit(save)
+            saving.add_done_callback(lambda _: counting.is_saved.set())
+            offloaded.load(tmp_path / "first")
+            saving.result()
+        counting.count = 8
+        offloaded.load(tmp_path / "beside")
+    assert counting.count == 0
