@@ -47,12 +47,9 @@ from infinity.parameters.offloaded.modes import outside_inference, unseen
 from infinity.parameters.offloaded.placeholders import refusal_past_tiles
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
-<<<<<<< HEAD
 from infinity.tiling.tile import is_program_s
 from infinity.tiling.weight import TiledWeight
-=======
 from swap.interruptions.forks import check_process
->>>>>>> r35swap
 from swap.memory.uses import storage_at
 
 _SAMPLE = 16
