@@ -4,10 +4,12 @@ memory, from the same graphs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.parameters.compiled import is_wrapper
 from tests.support.compiled import QUIET, WAYS, Graphs
 from tests.support.models import Gpt, seeded, token_loss, vector_loss
 from tests.support.proof import matrix
@@ -178,3 +181,12 @@ def test_tiled_layers_that_are_compiled_in_the_block_are_whole_graphs(nvme: Path
         runs.append(losses)
         assert (graphs.count > 0) == compiled
     assert runs[0] == runs[1]
+
+
+def test_nothing_is_compiled_while_another_thread_imports_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A module is known before it has anything."""
+    name = "torch._dynamo.eval_frame"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert not is_wrapper(nn.Linear(1, 1))

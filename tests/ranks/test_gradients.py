@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +117,28 @@ def test_a_step_with_gradients_that_each_rank_changed_in_its_own_way_is_refused(
 ) -> None:
     told = run_ranks(changed_by_rank, tmp_path, 2, change=change)
     assert all(text.startswith(named) and "on rank 1" in text for text in told)
+
+
+def cleared_by_a_child(rank: int, folder: Path) -> list[int]:
+    """How a forked child ended that clears a gradient, and all."""
+    model = seeded(gpt)
+    with infinity.offload(model, folder, process_group=world()) as offloaded:
+        offloaded.backward(loss_of(model, rank))
+        weight = next(model.parameters())
+        ends = []
+        for clear in (partial(setattr, weight, "grad", None), offloaded.optimizer.zero_grad):
+            if (child := os.fork()) == 0:
+                signal.alarm(20)  # it would wait for the child of no other rank
+                try:
+                    clear()
+                except RuntimeError as refused:
+                    os._exit(0 if "cannot be used in process" in str(refused) else 2)
+                finally:
+                    os._exit(1)
+            ends.append(os.waitpid(child, 0)[1])
+        offloaded.step()
+    return ends
+
+
+def test_a_forked_child_of_a_rank_clears_no_gradients(tmp_path: Path) -> None:
+    assert run_ranks(cleared_by_a_child, tmp_path, 2) == [[0, 0], [0, 0]]
