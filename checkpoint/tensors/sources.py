@@ -125,8 +125,7 @@ def local_tensor(value: Any) -> Any:
     """
     if type(value) in _TENSOR_TYPES:
         return value
-    # No module has it, nor has the module, where another thread is just importing that.
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # amid an import
     if kind is None or not isinstance(value, kind):
         return value
     if value.device_mesh.size() > 1:
