@@ -103,6 +103,7 @@ def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> Any:
 
     if not any(tile.requires_grad for tile in tiles):
         return None
+    face: Any = torch.Tensor  # its own methods: those of a tiled weight are about the tiles
     with torch._C.DisableTorchFunctionSubclass(), as_they_are():
-        torch.Tensor.requires_grad.__set__(whole, True)  # type: ignore[attr-defined]
-        return torch.Tensor.register_hook(whole, refuse)  # type: ignore[no-untyped-call]
+        face.requires_grad_(whole)
+        return face.register_hook(whole, refuse)
