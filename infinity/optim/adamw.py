@@ -40,8 +40,9 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 class AdamW(NativeOptimizer):
     """Options of the native AdamW kernel; the defaults are those of ``torch.optim.AdamW``.
 
-    They are the starting values of ``offloaded.optimizer.param_groups`` and are read from there at
-    every step, per group, so schedulers and groups with options of their own work.
+    They are the starting values of ``offloaded.optimizer.param_groups``, also a rate that is a
+    tensor, of which each model gets a copy. They are read from there at every step, per group, so
+    schedulers and groups with options of their own work.
 
     In float32 results are those of ``torch.optim.AdamW(fused=True)``, bit for bit, if each
     parameter has a multiple of 16 elements: torch's kernel rounds the elements at the end of any
