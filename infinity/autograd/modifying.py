@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
@@ -42,7 +41,7 @@ class Loans:
     """Parameters that hold whole weights of their own, which are the program's to change.
 
     Who asks for a parameter that is lent already shares its tensor. It goes back when the last who
-    asked for it is done; its values are taken when the last is who asked to modify them.
+    asked for it is done; its values are taken as each thread's outermost who modifies them ends.
     """
 
     def __init__(
@@ -59,9 +58,9 @@ class Loans:
         self._rank_context = rank_context
         self._versions = versions
         self._views = views
-        self._lent: dict[object, tuple[list[int], bool]] = {}
-        """Who asked, for what, and whether to modify it: the only table, for an interrupt would
-        leave two of them apart.
+        self._lent: dict[object, tuple[list[int], int | None]] = {}
+        """Who asked, in that order, for what, and the thread that is to modify it, if one is: the
+        only table, for an interrupt would leave two of them apart.
         """
         self._left: dict[object, None] = {}
         """Who is done, and could not wait for the parameters to go back: see ``give_back``."""
@@ -91,33 +90,35 @@ class Loans:
         """``loan`` is lent the ``chosen``."""
         self.take_in_left()
         indices = sorted({record.index for record in chosen})
-        self._lent[loan] = indices, modify
+        self._lent[loan] = indices, threading.get_ident() if modify else None
         self._state.flush()  # only now: a step that another thread began before is seen here
         self.wait_for_passes()
         self._hand_out(indices)
 
     def take(self, loan: object, *, is_late: bool) -> None:
-        """Have the values of ``loan`` if it is there to modify them, and nobody else still has; of
-        one that ``is_late`` none, for the end of the offload block goes on beside it.
+        """Have the values of ``loan`` if it is there to modify them, but for those that one around
+        it still has; of one that ``is_late`` none, for the end of the offload block goes on beside
+        it.
         """
         self.take_in_left()
-        indices, modify = self._lent[loan]
+        indices, thread = self._lent[loan]
         self._check_open(is_late=is_late)
         self._versions.check()
         self._residency.check_faces(indices)
-        if modify:
+        if thread is not None:
             self._views.find(indices)
             self._views.expire(indices)
-            self._keep(self._last_to_modify(loan))
+            self._keep(self._not_around(loan))
 
-    def _last_to_modify(self, loan: object) -> list[int]:
-        """What nobody else who asked is to modify still. ``loan`` is not from now on: of two that
-        end at once, on two threads, the second is the last.
+    def _not_around(self, loan: object) -> list[int]:
+        """What nobody of the same thread who asked before ``loan`` is to modify still, and loses
+        should it fail. Others may fail as well, and have no say in what ``loan`` has changed.
         """
-        with self._handing:
-            (indices, _), modified = self._lent[loan], self._modified()
-            self._lent[loan] = indices, False
-        return [index for index in indices if modified[index] == 1]
+        indices, thread = self._lent[loan]
+        lent = [*self._lent.items()]
+        before = lent[: [other for other, _ in lent].index(loan)]
+        around = {i for _, (those, theirs) in before if theirs == thread for i in those}
+        return [index for index in indices if index not in around]
 
     def check_none(self, what: str) -> None:
         """Raises ``RuntimeError`` if a parameter is lent: ``what`` would change it at home."""
@@ -258,9 +259,9 @@ class Loans:
     def _asked(self) -> set[int]:
         return {index for indices, _ in [*self._lent.values()] for index in indices}
 
-    def _modified(self) -> Counter[int]:
-        """How many asked for each to modify it."""
-        return Counter(i for indices, modify in [*self._lent.values()] if modify for i in indices)
+    def _modified(self) -> set[int]:
+        lent = [*self._lent.values()]
+        return {i for indices, thread in lent if thread is not None for i in indices}
 
     def _check_open(self, *, is_late: bool) -> None:
         if self._is_over or is_late:

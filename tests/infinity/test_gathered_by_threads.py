@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -170,3 +170,31 @@ def test_who_asks_for_what_is_given_back_just_now_is_lent_it_anew(
         first.result()
         monkeypatch.undo()
     assert torch.equal(_weight(model).detach(), expected)
+
+
+@pytest.mark.parametrize("fails_in", ["the other thread", "the block around it"])
+def test_what_a_thread_has_changed_does_not_depend_on_the_end_of_another(
+    tmp_path: Path, fails_in: str
+) -> None:
+    """Its block had ended without an error, and an error of the other lost all without a word."""
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    before = _weight(model).detach()
+    is_kept = fails_in == "the other thread"
+
+    def fail_around(change: Callable[[], None]) -> None:
+        with offloaded.gathered(_weight(model), modify=True):
+            change()
+            raise ValueError("in its midst")
+
+    with (
+        infinity.offload(model, tmp_path, host_memory=least) as offloaded,
+        ThreadPoolExecutor(1) as other,
+    ):
+
+        def change() -> None:
+            _add_one(offloaded, _weight(model), lambda: None)
+
+        with pytest.raises(ValueError, match="in its midst"):
+            fail_around((lambda: other.submit(change).result()) if is_kept else change)
+        assert torch.equal(_weight(model).detach(), before + is_kept)
+    assert torch.equal(_weight(model).detach(), before + is_kept)
