@@ -19,6 +19,8 @@ from checkpoint.format.records import FileRecord, Manifest
 
 T = TypeVar("T")
 _HEAD_BYTES = 4096
+_SECTOR_BYTES = 512
+"""The least that a disk loses."""
 _ZIP = b"PK\x03\x04"
 _STEP = re.compile(r"step-[0-9]+")
 _MAX_RETRIES = 20
@@ -238,7 +240,7 @@ def is_own_manifest(path: Path) -> bool:
         head = read_head(path)
     except CorruptCheckpointError:
         return False
-    if not head.strip(b"\0"):
+    if not head[:_SECTOR_BYTES].strip(b"\0"):
         return True
     return head.startswith(b'{"sha256":"') or f'"format":"{FORMAT}"'.encode() in head
 

@@ -131,7 +131,11 @@ def write_safetensors(
     check_staging_bytes(staging_bytes)
     _check_shard_bytes(max_shard_bytes)
     _check_names(tensors)
-    sources = {name: _source(name, value) for name, value in tensors.items()}
+
+    def sources_of(_: Cancellation) -> dict[str, Source]:
+        return {name: _source(name, value) for name, value in tensors.items()}
+
+    sources = sheltered(sources_of, _THREAD)  # modes of the caller's thread make tensors of theirs
     copier = copier_of_caller()
     begin_reading(copier, sources.values())
 

@@ -102,7 +102,9 @@ def _is_loose(source: Source, held: set[tuple[str, int]]) -> bool:
 
 def _copy(source: Source, copier: Copier) -> Source:
     memory = np.empty(source.nbytes, np.uint8)
-    if isinstance(source.read, TensorReader) and copier.takes(source.read.tensor):
+    if not source.nbytes:
+        pass  # of a buffer of nothing torch makes no tensor
+    elif isinstance(source.read, TensorReader) and copier.takes(source.read.tensor):
         for target, values in source.read.boxes(0, memory.data):
             copier.copy_now(target, values)
     elif source.read is not None:

@@ -233,12 +233,19 @@ def test_a_damaged_checkpoint_can_be_overwritten(path: Path) -> None:
     assert len(list(path.rglob("*.safetensors"))) == 1
 
 
-@pytest.mark.parametrize("content", [b"", bytes(5000)], ids=["empty", "zeros"])
-def test_a_step_of_a_lost_manifest_can_be_saved_again(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("zeros", "is_rest_lost"),
+    [(0, True), (5000, True), (512, False)],
+    ids=["empty", "zeros", "sector"],
+)
+def test_a_step_of_a_lost_manifest_can_be_saved_again(
+    tmp_path: Path, zeros: int, is_rest_lost: bool
+) -> None:
     manager = checkpoint.Manager(tmp_path)
     for step in (1, 2):
         manager.save(step, state(step))
-    (manager.path(2) / "manifest.json").write_bytes(content)
+    manifest = manager.path(2) / "manifest.json"
+    manifest.write_bytes(bytes(zeros) + (b"" if is_rest_lost else manifest.read_bytes()[zeros:]))
     again = checkpoint.Manager(tmp_path)
     assert_same(state(1), again.load())
     again.save(2, state(3))

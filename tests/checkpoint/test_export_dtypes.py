@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkpoint
 from checkpoint.format.elements import BY_TORCH
@@ -119,3 +120,11 @@ def test_data_files_hold_dtypes_by_codes_that_every_safetensors_reads() -> None:
         *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"),
         *("F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64", "C64"),
     }
+
+
+def test_tensors_that_lie_apart_are_exported_under_a_mode_of_fake_tensors(tmp_path: Path) -> None:
+    """Whose views of them have no values."""
+    turned = torch.arange(6.0).view(2, 3).t()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        checkpoint.write_safetensors({"turned": turned}, tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["turned"], turned)

@@ -194,3 +194,22 @@ def test_a_column_of_one_row_or_of_none_is_copied(tmp_path: Path, shape: tuple[i
     pending.result()
     loaded = checkpoint.load(tmp_path / "run")["c"]
     assert loaded.tolist() == [1.0] * shape[0]
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        torch.zeros(2, 0, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.zeros(2, 0)),
+        torch._efficientzerotensor((2, 0)),
+    ],
+    ids=["conjugated", "negated", "zeros"],
+)
+def test_empty_tensors_whose_values_are_not_their_memory_are_copied(
+    tmp_path: Path, empty: torch.Tensor
+) -> None:
+    """As those on a device are, of which torch makes the same source."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    guard = torch.optim.SGD([weight], lr=1.0)
+    checkpoint.save_async({"w": weight, "e": empty}, tmp_path / "run", guard=guard).result()
+    assert checkpoint.load(tmp_path / "run")["e"].shape == (2, 0)
