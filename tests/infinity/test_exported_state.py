@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
+from infinity.commands.foreign.exporting import export_optimizer
 from tests.support.foreign_runs import AT, OPTIONS, Model, after, batches, run, train
 from tests.support.models import seeded
 
@@ -51,3 +54,24 @@ def test_export_of_a_model_with_frozen_weights_says_what_to_give_the_optimizer(
     assert said in " ".join(capsys.readouterr().out.split())
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     optimizer.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
+
+
+@pytest.mark.parametrize("most", [0, 4096])
+def test_disk_that_is_full_is_told_with_the_file_and_leaves_nothing(
+    nvme: Path, tmp_path: Path, most: int
+) -> None:
+    model = seeded(Model)
+    with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
+        train(model, offloaded.step, batches())
+        offloaded.save(tmp_path / "ours")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))  # as a full disk: EFBIG
+    try:
+        with pytest.raises(OSError, match=r"opt\.pt") as raised:
+            export_optimizer(tmp_path / "ours", folder / "opt.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG
+    assert list(folder.iterdir()) == []

@@ -6,6 +6,7 @@ which then are streamed to their places: no more than the staging of a load is e
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from itertools import chain
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkpoint
 from aio import sync_directory
+from aio.errors import naming
 from checkpoint.directory.relocation import StripeDirs
 from infinity.commands.foreign.state import MOMENTS
 from infinity.optim.adamw import NAME, is_torch_adamw
@@ -84,7 +86,8 @@ def export_optimizer(
     """Write ``file``, durably and at once: until it is whole it has another name.
 
     Parameters have the numbers of their places in the groups, and their names in ``param_names``.
-    Raises ``ValueError`` for a checkpoint without the moments of AdamW in 16 bits or more.
+    Raises ``ValueError`` for a checkpoint without the moments of AdamW in 16 bits or more, and
+    ``OSError`` naming the file.
     """
     check_exportable(path, file, stripe_dirs)
     saved = _training_of(path, stripe_dirs)
@@ -93,14 +96,27 @@ def export_optimizer(
     try:
         with FakeTensorMode():
             state = _state_dict(saved, names)
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(state, partial)
-        _fill(partial, saved, path, stripe_dirs)
+        with naming(file):
+            _lay_out(state, partial)
+            _fill(partial, saved, path, stripe_dirs)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
     sync_directory(file.parent)
     return file
+
+
+def _lay_out(state: Mapping[str, Any], file: Path) -> None:
+    """Write the file but for the bytes of its tensors."""
+    try:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(state, file)
+    except RuntimeError as error:  # torch's writer has no errno: a write of ours meets the same
+        with file.open("ab") as end:
+            end.write(bytes(1 << 20))
+            end.flush()
+            os.fsync(end.fileno())
+        raise OSError(errno.EIO, "torch.save could not write it") from error
 
 
 def parameters_for(
