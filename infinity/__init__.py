@@ -3,7 +3,8 @@ nvme="/mnt"): ...``.
 """
 
 from checkpoint.errors import RankFailedError
-from infinity.adamw.optimizer import OffloadedAdamW, StateReport
+from infinity.adamw.engine import StateReport
+from infinity.adamw.optimizer import OffloadedAdamW
 from infinity.autograd.lost_values import RestoreError
 from infinity.model import OffloadedModel
 from infinity.offloading import offload

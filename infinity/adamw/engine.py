@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,11 +32,28 @@ from infinity.adamw.tiers.update import Updater
 from infinity.optim.adamw import AdamRule
 from infinity.parameters.weights_apart import check_parameters, check_updates
 from swap.interruptions.mixture import MixedStateError
+from swap.timeline import busy_seconds
 
 T = TypeVar("T")
 _REMEDY = "the step is not finished: mend that, then call optimizer.flush() to finish it"
 Groups = Sequence[Mapping[str, Any]]
 States = Iterable[tuple[torch.Tensor, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport:
+    """What an ``OffloadedAdamW`` takes, in bytes, and what it did so far."""
+
+    steps: int
+    budget_host_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    read_bytes: int
+    written_bytes: int
+    read_seconds: float
+    write_seconds: float
+    kernel_seconds: float
+    stall_seconds: float
 
 
 class StateEngine:
@@ -191,16 +209,31 @@ class StateEngine:
         )
         return defaultdict(dict, states)
 
-    def reading(self, read: Callable[[], T]) -> T:
-        """What ``read`` gives, which streams from a store that is flushed; nobody alters it."""
+    def report(self) -> StateReport:
+        store, timeline = self.store, self.store.timeline
+        events = timeline.events()
+        return StateReport(
+            steps=self.num_steps,
+            budget_host_bytes=store.budget_bytes,
+            host_bytes=store.host_bytes,
+            nvme_bytes=store.nvme_bytes,
+            read_bytes=timeline.nbytes["read"],
+            written_bytes=timeline.nbytes["write"],
+            read_seconds=busy_seconds(events, ["read"]),
+            write_seconds=busy_seconds(events, ["write"]),
+            kernel_seconds=timeline.seconds["kernel"],
+            stall_seconds=timeline.seconds["stall"],
+        )
+
+    def reading(self, read: Callable[[Hold], T]) -> T:
+        """What ``read`` gives, which begins reading with that hold, and may end it."""
         hold = Hold(is_loading=False)
+        return self._changes.holding(hold, partial(read, hold))
 
-        def work() -> T:
-            self._changes.give_way()
-            self._look(partial(self._changes.begin, hold))
-            return read()
-
-        return self._changes.holding(hold, work)
+    def begin_reading(self, hold: Hold) -> None:
+        """From now on the store is flushed, and nobody alters it, until that has ended."""
+        self._changes.give_way()
+        self._look(partial(self._changes.begin, hold))
 
     def loading(self, load: Callable[[Hold], T]) -> T:
         """What ``load`` gives, which begins loading with that hold, and ends it; others wait."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,14 +24,16 @@ from checkpoint.directory.destination import check_place
 from checkpoint.saving.guard import wait_for_saves
 from infinity.adamw import state as offloaded_state
 from infinity.adamw.changes import Hold
-from infinity.adamw.engine import StateEngine
+from infinity.adamw.engine import StateEngine, StateReport
 from infinity.adamw.local_tensors import local
 from infinity.adamw.member import check_distinct, check_same_decay, defaults_of, options_of
 from infinity.adamw.names import lengths_of, named_groups, names_of
 from infinity.adamw.state_view import (
     Handover,
+    Hooks,
     Loading,
     ParameterState,
+    Reading,
     StateDict,
     TieredStateView,
     refuse_change,
@@ -40,23 +41,6 @@ from infinity.adamw.state_view import (
 from infinity.adamw.step import Step, is_asked_by_torch, makes_state_only, never
 from infinity.arguments import Directories, budget_of_rank, directories_of
 from swap.interruptions.undo import Closing
-from swap.timeline import busy_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateReport:
-    """What an ``OffloadedAdamW`` takes, in bytes, and what it did so far."""
-
-    steps: int
-    budget_host_bytes: int
-    host_bytes: int
-    nvme_bytes: int
-    read_bytes: int
-    written_bytes: int
-    read_seconds: float
-    write_seconds: float
-    kernel_seconds: float
-    stall_seconds: float
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -116,7 +100,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._closing = Closing(self, self._engine.store.close)
         try:
             super().__init__(params, defaults)
-            self._last_hook = self.register_load_state_dict_pre_hook(Handover.begin_loading).id
+            self._optimizer_load_state_dict_pre_hooks = Hooks(last=Handover.begin_loading)
+            self._optimizer_state_dict_pre_hooks = Hooks(last=Handover.begin_reading)
+            self._optimizer_state_dict_post_hooks = Hooks(first=Handover.finish_reading)
             self._place(p for p in self._parameters() if p.requires_grad)
         except BaseException:
             self.close()
@@ -177,20 +163,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def report(self) -> StateReport:
         """Memory and space taken, and the traffic so far."""
-        store, timeline = self._engine.store, self._engine.store.timeline
-        events = timeline.events()
-        return StateReport(
-            steps=self._engine.num_steps,
-            budget_host_bytes=store.budget_bytes,
-            host_bytes=store.host_bytes,
-            nvme_bytes=store.nvme_bytes,
-            read_bytes=timeline.nbytes["read"],
-            written_bytes=timeline.nbytes["write"],
-            read_seconds=busy_seconds(events, ["read"]),
-            write_seconds=busy_seconds(events, ["write"]),
-            kernel_seconds=timeline.seconds["kernel"],
-            stall_seconds=timeline.seconds["stall"],
-        )
+        return self._engine.report()
 
     def close(self) -> None:
         """Remove the swap files, and the state with them. Idempotent."""
@@ -219,17 +192,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Raises ``MemoryError`` when that is more than the memory that is free; see ``save``.
         """
         self._wait_for_turn()
-        return self._engine.reading(self._state_dict)  # with the options that go with the state
+        return self._engine.reading(self._state_dict)
 
-    def _state_dict(self) -> dict[str, Any]:
-        members = self._engine.members.named(names_of(self.param_groups))
-        # Where torch looks for it, on this thread, for as long as it takes.
-        packed = self._engine.read_all([*members.values()])
-        before, self._handover.packed = self._handover.packed, packed
+    def _state_dict(self, hold: Hold) -> dict[str, Any]:
+        def begin() -> defaultdict[torch.Tensor, Any]:
+            self._engine.begin_reading(hold)  # the groups as well are those of now
+            members = self._engine.members.named(names_of(self.param_groups))
+            return self._engine.read_all([*members.values()])
+
+        before, packed = self._handover.reading, self._handover.packed
+        self._handover.reading = Reading(begin, hold.ended.set)
         try:
             return super().state_dict()
         finally:
-            self._handover.packed = before
+            self._handover.reading, self._handover.packed = before, packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state dict of this class or of ``torch.optim.AdamW``; an unfinished step is given
@@ -251,9 +227,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 self._engine.begin_loading(hold)
             return final | {"state": {}}
 
-        # Behind hooks that were registered since; where there are none, this changes nothing that
-        # another thread may be going through.
-        self._optimizer_load_state_dict_pre_hooks.move_to_end(self._last_hook)
         loading = Loading(begin, lambda: self._engine.take_states(states, hold))
         before, self._handover.loading = self._handover.loading, loading
         try:
@@ -276,7 +249,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         self._wait_for_turn()
 
-        def save() -> Any:
+        def save(hold: Hold) -> Any:
+            self._engine.begin_reading(hold)
             members = self._engine.members.named(names_of(self.param_groups))
             groups = named_groups(self.param_groups)
             return offloaded_state.save(path, members, self._engine.store, groups, extra)

@@ -7,13 +7,14 @@ of a parameter to who asks for it.
 torch's own ``state_dict`` and ``load_state_dict`` are handed over what they need while they run:
 state that was read is put where the first looks for it, and what the second is to load is taken out
 of its hands, behind all hooks that may change it and before those that may look at what came of it.
+Hooks of a program run outside of either's hold, and may wait for another thread.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -108,6 +109,34 @@ class Loading:
     finish: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of one ``state_dict``: ``begin`` gives the state as it is from then on, ``finish`` comes when
+    torch has made the dict of it, with the groups.
+    """
+
+    begin: Callable[[], defaultdict[torch.Tensor, Any]]
+    finish: Callable[[], None]
+
+
+class Hooks(OrderedDict[int, Callable[..., Any]]):
+    """Those of a program, as torch keeps them, with ours around them wherever torch goes through
+    them: whatever they register and remove meanwhile.
+    """
+
+    def __init__(
+        self,
+        first: Callable[..., Any] | None = None,
+        last: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._first, self._last = first, last
+
+    def values(self) -> Any:
+        around = (self._first, *super().values(), self._last)
+        return [hook for hook in around if hook is not None]
+
+
 class Handover(threading.local):
     """Of one optimizer to torch's methods on that thread, no other: that of the innermost call,
     where a hook of one makes another.
@@ -115,10 +144,25 @@ class Handover(threading.local):
 
     packed: defaultdict[torch.Tensor, Any] | None = None
     """State that ``state_dict`` has read, for torch to find."""
+    reading: Reading | None = None
     loading: Loading | None = None
 
     @staticmethod
+    def begin_reading(optimizer: Any) -> None:
+        """The last hook before torch makes a state dict. None refers to its optimizer."""
+        handover: Handover = optimizer._handover
+        if handover.reading is not None:
+            handover.packed = handover.reading.begin()
+
+    @staticmethod
+    def finish_reading(optimizer: Any, _: StateDict) -> None:
+        """The first hook behind that."""
+        handover: Handover = optimizer._handover
+        if handover.reading is not None:
+            handover.reading.finish()
+
+    @staticmethod
     def begin_loading(optimizer: Any, state_dict: StateDict) -> StateDict | None:
-        """The last hook before torch copies a state dict; it does not refer to its optimizer."""
+        """The last hook before torch copies a state dict."""
         loading: Loading | None = optimizer._handover.loading
         return None if loading is None else loading.begin(state_dict)

@@ -112,3 +112,41 @@ def test_state_dict_is_whole_where_a_hook_asks_for_another(optimizer: OffloadedA
     hook = optimizer.register_state_dict_pre_hook(within)
     found.append(optimizer.state_dict())
     assert all(same(tensors_of(each), tensors_of(expected)) for each in found)
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hook_around_state_dict_may_wait_for_a_thread_that_steps(
+    optimizer: OffloadedAdamW, when: str
+) -> None:
+    """As one that takes a lock does, which the program steps under."""
+    have_ended: list[bool] = []
+
+    def beside(each: Optimizer, *_: StateDict) -> None:
+        for parameter in each.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        thread = threading.Thread(target=each.step, daemon=True)
+        thread.start()
+        thread.join(20.0)
+        have_ended.append(not thread.is_alive())
+
+    before = optimizer.state_dict()
+    hook = getattr(optimizer, f"register_state_dict_{when}_hook")(beside)
+    found = optimizer.state_dict()
+    hook.remove()
+    assert have_ended == [True]
+    expected = before if when == "post" else optimizer.state_dict()
+    assert same(tensors_of(found), tensors_of(expected))
+
+
+@pytest.mark.parametrize("when", ["state_dict_pre", "state_dict_post", "load_state_dict_pre"])
+def test_hook_that_removes_itself_does_so(optimizer: OffloadedAdamW, when: str) -> None:
+    calls: list[int] = []
+
+    def once(*_: Any) -> None:
+        hook.remove()
+        calls.append(1)
+
+    hook = getattr(optimizer, f"register_{when}_hook")(once)
+    for _ in range(2):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == [1]
