@@ -9,16 +9,13 @@ trainer of TRL that derives from ``transformers.Trainer``; ``OffloadSFTConfig`` 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 from typing import Any
 
-import torch
 import transformers
 import trl
 
 from infinity.integrations.transformers import OffloadArgumentsMixin, OffloadMixin
-from infinity.tiling.weight import TiledWeight
 
 _PREFIX = "Offload"
 _KINDS = (transformers.Trainer, transformers.TrainingArguments)
@@ -41,29 +38,6 @@ class _OffloadMixin(OffloadMixin):
         return made(**{name: getattr(arguments, name) for name in given})
 
 
-def _let_take_tiles(trainer: type) -> None:
-    """The losses of TRL compute with the weight of the head itself, by functions of autograd, which
-    take no tiles: they get the whole.
-    """
-    for module in (trainer.__module__, "trl.trainer.utils"):
-        names = vars(sys.modules[module])
-        for name, function in [*names.items()]:
-            is_function = isinstance(function, type) and issubclass(
-                function, torch.autograd.Function
-            )
-            if is_function and not hasattr(function, "gets_wholes"):
-                names[name] = _of_wholes(function)
-
-
-def _of_wholes(function: Any) -> type:
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        wholes = (arg.clone() if isinstance(arg, TiledWeight) else arg for arg in args)
-        return function.apply(*wholes, **kwargs)
-
-    own = {"__module__": function.__module__, "apply": staticmethod(apply), "gets_wholes": True}
-    return type(function.__name__, (function,), own)
-
-
 def __getattr__(name: str) -> Any:
     if name in globals():
         return globals()[name]
@@ -71,7 +45,6 @@ def __getattr__(name: str) -> Any:
     if not isinstance(base, type):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if issubclass(base, transformers.Trainer):
-        _let_take_tiles(base)
         made = type(name, (_OffloadMixin, base), {"__module__": __name__, "__doc__": base.__doc__})
     elif issubclass(base, transformers.TrainingArguments):
         made = type(name, (OffloadArgumentsMixin, base), {"__module__": __name__})

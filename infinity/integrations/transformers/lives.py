@@ -24,6 +24,7 @@ from infinity.integrations import takeover
 from infinity.integrations.takeover import OffloadOptions
 from infinity.integrations.transformers import optimizers
 from infinity.integrations.transformers.model_files.methods import serve_methods
+from infinity.integrations.whole_weights import let_take_tiles
 from infinity.parameters.compiled import NamesOfModules
 from swap.tiers import format_bytes
 
@@ -64,6 +65,8 @@ class Life:
         self.is_saved = True
         self.numbered: list[list[str]] = []
         """Names of all parameters of the optimizer in memory, in the order of its groups."""
+        if options.max_parameter_bytes is not None:
+            let_take_tiles(type(trainer))
         stack = ExitStack()
         self._blocks: list[OffloadBlock] = []
         with stack:
