@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.parameters.offloaded.assigned import when_flagged
 from infinity.parameters.offloaded.placeholders import as_they_are, refusal_past_tiles
 
 _FORWARD_HOOKS = (
@@ -87,12 +88,11 @@ def cut_gradient(
     parameter.grad = None
 
 
-def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> Any:
+def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> None:
     """Refuse gradients that reach ``whole``, which stands for the ``tiles``, where none of these
-    would get them: functions of autograd take it without a word. Returns the hook's handle, or None
-    for what is not trained.
+    would get them: functions of autograd take it without a word. What is not trained has none until
+    a tile is flagged.
     """
-
     stands = weakref.ref(whole)  # a parameter is itself again after the block, whatever is left
 
     def refuse(gradient: torch.Tensor | None) -> None:
@@ -101,9 +101,16 @@ def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> Any:
         if any(tile.requires_grad for tile in tiles):
             raise RuntimeError(refusal_past_tiles(name))
 
-    if not any(tile.requires_grad for tile in tiles):
-        return None
-    face: Any = torch.Tensor  # its own methods: those of a tiled weight are about the tiles
-    with torch._C.DisableTorchFunctionSubclass(), as_they_are():
-        face.requires_grad_(whole)
-        return face.register_hook(whole, refuse)
+    def watch() -> None:
+        face: Any = torch.Tensor  # its own methods: those of a tiled weight are about the tiles
+        standing: Any = stands()
+        if standing is None or vars(standing).get("_arrivals") is not None:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), as_they_are():
+            face.requires_grad_(standing)
+            standing._arrivals = face.register_hook(standing, refuse)
+
+    if any(tile.requires_grad for tile in tiles):
+        return watch()
+    for tile in tiles:
+        when_flagged(tile, watch)

@@ -121,7 +121,7 @@ class Cut(ABC):
 
 def _stand_for(parameter: Any, name: str, tiles: Sequence[Tile], *, is_partitioned: bool) -> None:
     """Let ``parameter``, which has no values, be what the tiles are the rows of."""
-    parameter._arrivals = watch_arrivals(parameter, name, [tile.parameter for tile in tiles])
+    watch_arrivals(parameter, name, [tile.parameter for tile in tiles])
     parameter._tiles, parameter._name = tiles, name
     parameter._is_partitioned = is_partitioned
     parameter._is_param = True  # what makes it an instance of nn.Parameter

@@ -316,6 +316,25 @@ def test_functions_of_autograd_leave_nothing_in_parameters_after_the_block(nvme:
     assert model[1].weight.grad is not None
 
 
+@pytest.mark.parametrize("thaw", ["model", "layer", "weight"])
+@pytest.mark.parametrize("layer", [1, 2], ids=["of a layer", "shared"])
+def test_functions_of_autograd_lose_no_gradient_of_what_came_frozen(
+    nvme: Path, layer: int, thaw: str
+) -> None:
+    """It cannot be trained, and was left as it was without a word."""
+    model = seeded(make).requires_grad_(False)
+    model[1].bias.requires_grad_(True)
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND):
+        _Kept.apply(torch.ones(2, 300, requires_grad=True), model[layer].weight).sum().backward()
+        thawed = {"model": model, "layer": model[layer], "weight": model[layer].weight}[thaw]
+        thawed.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"\b\d\.weight is in tiles.*give it weight\.clone"):
+            _Kept.apply(torch.ones(2, 300), model[layer].weight).sum().backward()
+    assert model[layer].weight.grad is None
+    _Kept.apply(torch.ones(2, 300), model[layer].weight).sum().backward()
+    assert model[layer].weight.grad is not None
+
+
 @pytest.mark.parametrize("budget", ["whole"], indirect=True)
 def test_vmap_takes_the_whole(block: Block) -> None:
     model, _ = block

@@ -1,7 +1,8 @@
-"""What programs assign to the gradient of an offloaded parameter."""
+"""What programs assign to the gradient of an offloaded parameter, and the flag that it gets one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,3 +45,19 @@ def assigned(name: str, parameter: torch.Tensor, gradient: Any) -> torch.Tensor:
     if fault is not None:
         raise ValueError(f"{subject} {fault}; assign a tensor that has its values")
     return gradient
+
+
+def when_flagged(parameter: torch.Tensor, call: Callable[[], object]) -> None:
+    """``call`` as ``parameter``, which comes frozen, is flagged inside the block."""
+    calls: list[Callable[[], object]] = vars(parameter).setdefault(_CALLS, [])
+    calls.append(call)
+
+
+def expect_gradients(parameter: Any) -> None:
+    """From now on autograd may bring some to ``parameter``, which came frozen. Idempotent."""
+    parameter.offload_owner.watch_gradients(parameter.offload_index)
+    for call in vars(parameter).pop(_CALLS, ()):
+        call()
+
+
+_CALLS = "_calls_when_flagged"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.parameters.offloaded.assigned import assigned
+from infinity.parameters.offloaded.assigned import assigned, expect_gradients
 from infinity.parameters.offloaded.changes import (
     CopyOwner,
     copy_of,
@@ -163,7 +163,7 @@ class OffloadedParameter(nn.Parameter):
     def requires_grad(self, required: bool) -> None:
         _REQUIRES_GRAD.__set__(self, required)
         if required and not self.offload_trainable:
-            self.offload_owner.watch_gradients(self.offload_index)
+            expect_gradients(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> OffloadedParameter:
         self.requires_grad = requires_grad
