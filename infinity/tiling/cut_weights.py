@@ -55,11 +55,9 @@ class CutWeight(Cut):
             self._tiles, self.name, parameter, dtype, device, is_partitioned=is_partitioned
         )
 
-        own = {self._own_name: self._face.whole}
-        self._hooks = [StateDictHooks(self._first, own)]
-        self._hooks += [
-            StateDictHooks(module, {name: self._face.whole}, self._set_values)
-            for module, name in self._places[1:]
+        self._hooks = [
+            StateDictHooks(module, {name: self._face.whole}, {name: self._own_name})
+            for module, name in self._places
         ]
 
     def pairs(self) -> Iterator[tuple[Any, list[tuple[Any, RowRange]]]]:
@@ -72,10 +70,9 @@ class CutWeight(Cut):
         yield self._parameter, self.name, self._tiles
 
     def replace(self) -> None:
-        others = self._others()
-        tiles = TileList([*others, *self._tiles])
-        self._first._modules[CHILD] = tiles.train(self._first.training)
-        for module, own in self._places:
+        for module, own in self._places:  # each has the tiles: ``parameters()`` of any gives them
+            tiles = TileList([*self._others(module), *self._tiles])
+            module._modules[CHILD] = tiles.train(module.training)
             del module._parameters[own]
             vars(module)[own] = self._face
         for hooks in self._hooks:
@@ -96,11 +93,11 @@ class CutWeight(Cut):
                 **{name: now[name] for name in order if name in now},
                 **{name: value for name, value in now.items() if name not in order},
             }
-        others = self._others()
-        if others:
-            self._first._modules[CHILD] = TileList(others)
-        else:
-            self._first._modules.pop(CHILD, None)
+            others = self._others(module)
+            if others:
+                module._modules[CHILD] = TileList(others)
+            else:
+                module._modules.pop(CHILD, None)
 
     def _touch(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Experts that were not chosen have gradients of zeros where others have some."""
@@ -110,13 +107,9 @@ class CutWeight(Cut):
         is_trained = isinstance(output, torch.Tensor) and output.requires_grad
         return touch(output, self._tiles) if is_trained else output
 
-    def _set_values(self, whole: torch.Tensor) -> None:
-        with torch.no_grad():
-            self._face.copy_(whole)
-
-    def _others(self) -> list[Tile]:
-        """Tiles of other parameters of the same module."""
-        tiles = self._first._modules.get(CHILD)
+    def _others(self, module: nn.Module) -> list[Tile]:
+        """Tiles of other parameters of the same ``module``."""
+        tiles = module._modules.get(CHILD)
         found = [*tiles] if isinstance(tiles, TileList) else []
         return [tile for tile in found if isinstance(tile, Tile) and tile not in self._tiles]
 

@@ -159,19 +159,19 @@ class StateDictHooks:
     """On a module in whose place, or as whose child, others have its parameters.
 
     ``wholes`` gives them by name, as they are when it is called. What is loaded is cut by the
-    module itself if it has no ``TileList``; ``set_values`` takes a whole that has its tiles in
-    another module.
+    module itself if it has no ``TileList``. ``called``: what tiles call theirs, where that is
+    something else.
     """
 
     def __init__(
         self,
         module: nn.Module,
         wholes: Mapping[str, Callable[[], torch.Tensor]],
-        set_values: Callable[[torch.Tensor], object] | None = None,
+        called: Mapping[str, str] | None = None,
     ) -> None:
         self._module = module
         self._wholes = wholes
-        self._set_values = set_values
+        self._called = called or {}
 
     def attach(self) -> None:
         self._module._register_state_dict_hook(self._join)
@@ -189,28 +189,23 @@ class StateDictHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
         for name, whole in self._wholes.items():
-            if self._set_values is None:
-                of_tiles = f"{prefix}{CHILD}."
-                for key in [key for key in state_dict if key.startswith(of_tiles)]:
-                    if key.rpartition(".")[2] == name:
-                        del state_dict[key]
+            of_tiles = f"{prefix}{CHILD}."
+            for key in [key for key in state_dict if key.startswith(of_tiles)]:
+                if key.rpartition(".")[2] == self._called.get(name, name):
+                    del state_dict[key]
             with torch.no_grad():
                 state_dict[f"{prefix}{name}"] = whole()
 
     def _split(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Before loading: a whole of another shape is left, and not found in the module."""
+        tiles = module._modules.get(CHILD)
         for name, own in self._wholes.items():
             whole = state_dict.get(f"{prefix}{name}")
-            if whole is None:
+            if whole is None or not isinstance(tiles, TileList) or whole.shape != own().shape:
                 continue
-            if self._set_values is not None:
-                del state_dict[f"{prefix}{name}"]
-                self._set_values(whole)
-                continue
-            tiles = module._modules.get(CHILD)
-            if isinstance(tiles, TileList) and whole.shape == own().shape:
-                del state_dict[f"{prefix}{name}"]
-                for index, tile in enumerate(tiles):
-                    if isinstance(tile, Tile) and tile.name == name:
-                        key = f"{prefix}{CHILD}.{index}.{name}"
-                        state_dict[key] = whole[tile.start : tile.stop]
+            del state_dict[f"{prefix}{name}"]
+            called = self._called.get(name, name)
+            for index, tile in enumerate(tiles):
+                if isinstance(tile, Tile) and tile.name == called:
+                    key = f"{prefix}{CHILD}.{index}.{called}"
+                    state_dict[key] = whole[tile.start : tile.stop]

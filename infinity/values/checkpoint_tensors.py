@@ -58,8 +58,12 @@ def checkpoint_tensors_of(model: nn.Module, records: Sequence[Record]) -> list[C
     leaves = {}
     for record in records:
         leaves[record.index] = CheckpointTensor(record.name, tuple(record.shape), (record,))
+    named: set[int] = set()
     for prefix, module in model.named_modules():
         for name, tiles in _tensors_of(module):
+            if id(tiles[0]) in named:
+                continue  # a module before has them as well, and their name
+            named.add(id(tiles[0]))
             parts = tuple(by_id[id(tile)] for tile in tiles)
             if len({(part.spec.trainable, part.spec.dtype) for part in parts}) > 1:
                 continue  # a program froze some of the tiles only: there is no whole to speak of

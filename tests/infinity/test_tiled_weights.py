@@ -207,6 +207,26 @@ def test_freezing_and_training_rows_reaches_all_tiles(block: Block) -> None:
     assert all(tile.requires_grad for tile in model[0].weight.tiles)
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+def test_each_module_of_a_tied_weight_has_its_tiles(block: Block, layer: int) -> None:
+    """To freeze the head left the table that it shares in training, without a word."""
+    model, offloaded = block
+    plain = seeded(make)
+    first = plain[0].weight.detach()
+    tiles = [*map(id, model[0].tiles.parameters())]
+    assert [id(p) for p in model[layer].parameters() if p.dim() == 2] == tiles
+    model[layer].requires_grad_(False)
+    loss(model).backward()
+    offloaded.step()
+    with offloaded.gathered():
+        assert torch.equal(model[layer].weight, first)
+        state = {name: value.clone() for name, value in model[layer].state_dict().items()}
+        assert state.keys() == plain[layer].state_dict().keys()
+    with offloaded.gathered(modify=True):
+        model[layer].load_state_dict({name: value + 1 for name, value in state.items()})
+        assert torch.equal(model[2 - layer].weight, first + 1)
+
+
 def test_what_a_parameter_came_with_outlasts_the_tiles(nvme: Path) -> None:
     model = seeded(make)
     model[0].weight.note = "kept"
