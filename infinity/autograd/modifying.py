@@ -357,7 +357,7 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
 _ENDING = frozenset(
     function.__code__
     for function in (
-        *(_Loan.__del__, _Loan.__exit__, _Loan._leave, _Loan._end),
+        *(_Loan.__del__, _Loan.__enter__, _Loan.__exit__, _Loan._leave, _Loan._end),
         *(BackgroundSaves.before_end, Loans.give_back),
     )
 )
