@@ -184,11 +184,23 @@ class Loans:
     def _hand_out(self, indices: Sequence[int]) -> None:
         self._residency.reset()
         with self._handing:  # another thread may have asked for the same, and begun with it
-            for index in [i for i in indices if not self._residency.is_gathered([i])]:
-                values, memory = LentMemory.of(self._rank_context.weight_of(self._records[index]))
-                if memory is not None:
-                    self._memory[index] = memory
-                self._residency.keep_out(index, values)
+            for piece in self._pieces(i for i in indices if not self._residency.is_gathered([i])):
+                weights = (self._rank_context.weight_of(record) for record in piece)
+                lent = LentMemory.of(weights, sum(record.numel for record in piece))
+                for record, (values, memory) in zip(piece, lent, strict=True):
+                    if memory is not None:
+                        self._memory[record.index] = memory
+                    self._residency.keep_out(record.index, values)
+
+    def _pieces(self, indices: Iterable[int]) -> Iterable[Sequence[Record]]:
+        """Those that are tiles of one weight together: a program may use it as one, and has views
+        of its tiles by then, maybe.
+        """
+        pieces: dict[object, list[Record]] = {}
+        for index in indices:
+            whole = vars(self._records[index].parameter).get("tile_of", index)
+            pieces.setdefault(whole, []).append(self._records[index])
+        return pieces.values()
 
     def _keep(self, indices: Sequence[int]) -> None:
         """What was changed, of all of them or, where an interrupt comes before, of none. Ranks meet
@@ -345,7 +357,7 @@ class _Loan(ContextDecorator, AbstractContextManager[None]):
 _ENDING = frozenset(
     function.__code__
     for function in (
-        *(_Loan.__del__, _Loan.__exit__, _Loan._leave, _Loan._end),
+        *(_Loan.__del__, _Loan.__enter__, _Loan.__exit__, _Loan._leave, _Loan._end),
         *(BackgroundSaves.before_end, Loans.give_back),
     )
 )

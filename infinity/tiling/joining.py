@@ -124,6 +124,8 @@ def _stand_for(parameter: Any, name: str, tiles: Sequence[Tile], *, is_partition
     watch_arrivals(parameter, name, [tile.parameter for tile in tiles])
     parameter._tiles, parameter._name = tiles, name
     parameter._is_partitioned = is_partitioned
+    for tile in tiles:
+        vars(tile.parameter)["tile_of"] = name  # what is lent is lent as one
     parameter._is_param = True  # what makes it an instance of nn.Parameter
     parameter.__class__ = TiledWeight
 

@@ -1,5 +1,6 @@
 """``gathered`` inside ``gathered``, and what cannot be done inside it."""
 
+import errno
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.parameters.records import Record
+from infinity.ranks.context import SingleRank
 from tests.support.models import Stack, seeded, vector_loss, vectors
 from tests.support.training import WHOLE, same_bits, values_of
 
@@ -175,3 +178,22 @@ def test_changes_that_are_bits_alone_are_taken(
             assert same_bits(weight.detach(), expected)
         assert same_bits(weight.detach(), expected)
     assert torch.signbit(model.layer(0).weight.view(-1)[::2]).all()
+
+
+def test_what_cannot_be_lent_whole_is_given_back_at_once(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values beyond the budget stayed while a program had the error."""
+    model = seeded(Stack)
+    weight_of, failing = SingleRank.weight_of, model.layer(1).weight
+
+    def fail(self: SingleRank, record: Record) -> torch.Tensor:
+        if record.parameter is failing:
+            raise OSError(errno.EIO, "cannot read")
+        return weight_of(self, record)
+
+    with infinity.offload(model, nvme, host_memory=WHOLE) as offloaded:
+        monkeypatch.setattr(SingleRank, "weight_of", fail)
+        with pytest.raises(OSError, match="cannot read") as kept, offloaded.gathered():
+            pass
+        assert not offloaded._training.residency.kept_out, kept

@@ -5,7 +5,9 @@ there is an error that names the weight; nothing is lost without a word.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,77 @@ def test_writes_inside_gathered_are_kept(owner: str, bound: int | None, nvme: Pa
             write(getattr(plain, owner).weight)
             with offloaded.gathered():
                 assert same_values(dict(model.state_dict()), dict(plain.state_dict())), name
+
+
+def _data_of(model: Any, _: Any) -> list[Any]:
+    return [parameter.data for parameter in model.parameters()]
+
+
+def _arrays_of(model: Any, _: Any) -> list[Any]:
+    return [parameter.detach().numpy() for parameter in model.parameters()]
+
+
+def _half(_: Any, weight: Any) -> list[Any]:
+    return [weight.chunk(2)[0].data[:]]
+
+
+@pytest.mark.parametrize("bound", [BOUND, None], ids=["tiled", "untiled"])
+@pytest.mark.parametrize("owner", ["wide", "table"])
+@pytest.mark.parametrize("views_of", [_data_of, _arrays_of, _half])
+def test_views_of_tiles_that_were_taken_before_the_whole_is_used_are_those_of_the_weight(
+    views_of: Callable[[Any, Any], list[Any]], owner: str, bound: int | None, nvme: Path
+) -> None:
+    """What was written into them was lost without a word."""
+    model, plain = seeded(Net), seeded(Net)
+
+    def change(model: Any) -> None:
+        weight = getattr(model, owner).weight
+        views = views_of(model, weight)
+        weight.norm()
+        for view in views:
+            view += 1
+
+    with _offload(model, nvme, bound) as offloaded:
+        with offloaded.gathered(modify=True):
+            change(model)
+        change(plain)
+        with offloaded.gathered():
+            assert same_values(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("owner", ["wide", "table"])
+def test_write_behind_gathered_into_what_was_kept_of_it_is_told(owner: str, nvme: Path) -> None:
+    model = seeded(Net)
+    with _offload(model, nvme, BOUND) as offloaded:
+        weight = getattr(model, owner).weight
+        with offloaded.gathered(weight, modify=True):
+            kept = weight.detach().numpy()
+        kept[5] = 0
+        del kept
+        assert re.search(_named(owner), _told(model, TOKENS))
+
+
+@pytest.mark.parametrize("owner", ["wide", "table"])
+def test_threads_may_each_write_rows_of_their_own(owner: str, nvme: Path) -> None:
+    """Each put the tiles together in memory of its own, and one of these was lost."""
+    model, num_threads = seeded(Net), 4
+    weight = getattr(model, owner).weight
+    both = threading.Barrier(num_threads)
+
+    @torch.no_grad()
+    def fill(first: int) -> None:
+        both.wait(10)
+        getattr(model, owner).weight[first::num_threads].fill_(first)
+
+    with _offload(model, nvme, BOUND) as offloaded, ThreadPoolExecutor(num_threads) as threads:
+        for _ in range(10):
+            with offloaded.gathered(modify=True):
+                model.load_state_dict(seeded(Net).state_dict())
+            with offloaded.gathered(weight, modify=True):
+                list(threads.map(fill, range(num_threads)))
+            with offloaded.gathered():
+                found = weight.detach().clone()
+            assert torch.equal(found[:, 0], torch.arange(len(found)) % num_threads)
 
 
 def _assign(weight: Any) -> None:

@@ -11,7 +11,7 @@ and has kept a part of (an array of NumPy) when it is the program's no more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -187,16 +187,31 @@ class LentMemory:
         self._memory, self._shown = memory, shown
 
     @staticmethod
-    def of(values: torch.Tensor) -> tuple[torch.Tensor, LentMemory | None]:
-        """``values``, all of their storage, as a tensor to lend, and its memory; None where nothing
-        tells when that is gone.
+    def of(
+        parts: Iterable[torch.Tensor], numel: int
+    ) -> Iterator[tuple[torch.Tensor, LentMemory | None]]:
+        """Each of ``parts``, all of its storage and of ``numel`` elements together, as a tensor to
+        lend, and its memory; None where nothing tells when that is gone. They lie one behind the
+        other in one storage: who uses them as one later moves none away from views of it.
         """
-        if not values.is_cpu or not values.numel():
-            return values, None
-        memory = values.view(-1).view(torch.uint8).numpy()
-        shown = memory.view()
-        flat = torch.frombuffer(shown, dtype=torch.uint8).view(values.dtype)
-        return flat.view(values.shape), LentMemory(memory, weakref.ref(shown))
+        whole, stop = torch.empty(0), 0
+        memory: Any = None
+        for values in parts:
+            start, stop = stop, stop + values.numel()
+            if start == 0:
+                whole = values.view(-1) if stop == numel else values.new_empty(numel)
+                if whole.is_cpu and numel:
+                    memory = whole.view(torch.uint8).numpy()
+                    shown = memory.view()
+                    whole = torch.frombuffer(shown, dtype=torch.uint8).view(values.dtype)
+            part = whole[start:stop].view(values.shape)
+            if stop - start != numel:
+                part.copy_(values)
+            if memory is None or not values.numel():
+                yield part, None
+            else:
+                size = values.dtype.itemsize
+                yield part, LentMemory(memory[start * size : stop * size], weakref.ref(shown))
 
     def given_back(self, index: int, owner: ChangeOwner) -> weakref.finalize[..., Any] | None:
         """``owner`` is told of changes when the last who has a part of it has let go, or, before
