@@ -122,3 +122,31 @@ def test_exported_state_has_the_permissions_and_the_place_of_what_it_replaces(
     with pytest.raises(FileNotFoundError, match=r"pipe\.pt: give a file"):
         export_optimizer(tmp_path / "ours", pipe)
     assert pipe.is_fifo()
+
+
+def test_state_of_a_sequential_comes_back_by_its_numbers_which_have_gaps(
+    nvme: Path, tmp_path: Path
+) -> None:
+    def layers() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+
+    def losses(model: torch.nn.Module, step: Any) -> list[float]:
+        found = []
+        for number in range(3):
+            loss = model(torch.full((4, 16), 1.0 + number)).square().mean()
+            loss.backward()
+            step()
+            found.append(float(loss.detach()))
+        return found
+
+    model = seeded(layers)
+    with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
+        losses(model, offloaded.step)
+        offloaded.save(tmp_path / "ours")
+        expected = losses(model, offloaded.step)
+    run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+    run("import", tmp_path / "opt.pt", tmp_path / "back", "--model", tmp_path / "weights")
+    other = layers()
+    with infinity.offload(other, nvme, host_memory="256MiB") as offloaded:
+        offloaded.load(tmp_path / "back")
+        assert losses(other, offloaded.step) == expected
