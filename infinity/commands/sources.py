@@ -141,9 +141,9 @@ def _stacked(module: nn.Module) -> nn.Module:
     for name, child in list(module.named_children()):
         module._modules[name] = _stacked(child)
     children = dict(module.named_children())
-    has_own = module._parameters or module._buffers
-    if children and not has_own and all(name.isdecimal() for name in children):
+    if children and not module._parameters and all(name.isdecimal() for name in children):
         blocks = nn.ModuleList()
+        blocks._buffers.update(module._buffers)
         for name in sorted(children, key=int):
             blocks._modules[name] = children[name]
         return blocks

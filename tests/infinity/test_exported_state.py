@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity.commands.foreign import exporting
 from infinity.commands.foreign.exporting import export_optimizer
+from infinity.commands.sources import source_of
 from tests.support.foreign_runs import AT, OPTIONS, Model, after, batches, run, train
 from tests.support.models import seeded
 
@@ -150,3 +151,13 @@ def test_state_of_a_sequential_comes_back_by_its_numbers_which_have_gaps(
     with infinity.offload(other, nvme, host_memory="256MiB") as offloaded:
         offloaded.load(tmp_path / "back")
         assert losses(other, offloaded.step) == expected
+
+
+def test_model_of_files_keeps_numbers_and_buffers_beside_them(tmp_path: Path) -> None:
+    tensors = {"a.0.w": torch.ones(2), "a.10.w": torch.ones(2), "a.2.w": torch.ones(2)}
+    save_file({**tensors, "a.seen": torch.zeros(1, dtype=torch.int64)}, tmp_path / "x.safetensors")
+    model = source_of(str(tmp_path), None).model
+    assert isinstance(model, torch.nn.Module)
+    assert isinstance(model.a, torch.nn.ModuleList)
+    assert [name for name, _ in model.named_parameters()] == ["a.0.w", "a.2.w", "a.10.w"]
+    assert [name for name, _ in model.named_buffers()] == ["a.seen"]
