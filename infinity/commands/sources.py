@@ -135,12 +135,18 @@ def _put(
 
 
 def _stacked(module: nn.Module) -> nn.Module:
-    """Children that are numbered, as a ModuleList: they are the blocks of a model."""
+    """Children that are numbered, as a ModuleList: they are the blocks of a model. Their numbers
+    stay: those of a Sequential lack the modules without tensors.
+    """
     for name, child in list(module.named_children()):
         module._modules[name] = _stacked(child)
     children = dict(module.named_children())
     if children and not module._parameters and all(name.isdecimal() for name in children):
-        return nn.ModuleList(children[name] for name in sorted(children, key=int))
+        blocks = nn.ModuleList()
+        blocks._buffers.update(module._buffers)
+        for name in sorted(children, key=int):
+            blocks._modules[name] = children[name]
+        return blocks
     return module
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import infinity
+from infinity.commands.foreign import exporting
 from infinity.commands.foreign.exporting import export_optimizer
+from infinity.commands.sources import source_of
 from tests.support.foreign_runs import AT, OPTIONS, Model, after, batches, run, train
 from tests.support.models import seeded
 
@@ -75,3 +79,85 @@ def test_disk_that_is_full_is_told_with_the_file_and_leaves_nothing(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert raised.value.errno == errno.EFBIG
     assert list(folder.iterdir()) == []
+
+
+def test_exports_at_once_to_one_file_each_leave_all_of_it(
+    nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeded(Model)
+    with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
+        train(model, offloaded.step, batches())
+        offloaded.save(tmp_path / "ours")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    whole = export_optimizer(tmp_path / "ours", tmp_path / "opt.pt").read_bytes()
+    fill = exporting._fill
+
+    def behind_another(*arguments: Any) -> None:
+        monkeypatch.undo()
+        export_optimizer(tmp_path / "ours", folder / "opt.pt")
+        assert (folder / "opt.pt").read_bytes() == whole
+        fill(*arguments)
+
+    monkeypatch.setattr(exporting, "_fill", behind_another)
+    export_optimizer(tmp_path / "ours", folder / "opt.pt")
+    assert (folder / "opt.pt").read_bytes() == whole
+    assert list(folder.iterdir()) == [folder / "opt.pt"]
+
+
+def test_exported_state_has_the_permissions_and_the_place_of_what_it_replaces(
+    nvme: Path, tmp_path: Path
+) -> None:
+    model = seeded(Model)
+    with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
+        train(model, offloaded.step, batches())
+        offloaded.save(tmp_path / "ours")
+    file, link, pipe = tmp_path / "opt.pt", tmp_path / "link.pt", tmp_path / "pipe.pt"
+    file.touch(0o600)
+    link.symlink_to(file)
+    export_optimizer(tmp_path / "ours", link)
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert torch.load(file, weights_only=True)["state"]
+    os.mkfifo(pipe)
+    with pytest.raises(FileNotFoundError, match=r"pipe\.pt: give a file"):
+        export_optimizer(tmp_path / "ours", pipe)
+    assert pipe.is_fifo()
+
+
+def test_state_of_a_sequential_comes_back_by_its_numbers_which_have_gaps(
+    nvme: Path, tmp_path: Path
+) -> None:
+    def layers() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+
+    def losses(model: torch.nn.Module, step: Any) -> list[float]:
+        found = []
+        for number in range(3):
+            loss = model(torch.full((4, 16), 1.0 + number)).square().mean()
+            loss.backward()
+            step()
+            found.append(float(loss.detach()))
+        return found
+
+    model = seeded(layers)
+    with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
+        losses(model, offloaded.step)
+        offloaded.save(tmp_path / "ours")
+        expected = losses(model, offloaded.step)
+    run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+    run("import", tmp_path / "opt.pt", tmp_path / "back", "--model", tmp_path / "weights")
+    other = layers()
+    with infinity.offload(other, nvme, host_memory="256MiB") as offloaded:
+        offloaded.load(tmp_path / "back")
+        assert losses(other, offloaded.step) == expected
+
+
+def test_model_of_files_keeps_numbers_and_buffers_beside_them(tmp_path: Path) -> None:
+    tensors = {"a.0.w": torch.ones(2), "a.10.w": torch.ones(2), "a.2.w": torch.ones(2)}
+    save_file({**tensors, "a.seen": torch.zeros(1, dtype=torch.int64)}, tmp_path / "x.safetensors")
+    model = source_of(str(tmp_path), None).model
+    assert isinstance(model, torch.nn.Module)
+    assert isinstance(model.a, torch.nn.ModuleList)
+    assert [name for name, _ in model.named_parameters()] == ["a.0.w", "a.2.w", "a.10.w"]
+    assert [name for name, _ in model.named_buffers()] == ["a.seen"]

@@ -6,7 +6,6 @@ which then are streamed to their places: no more than the staging of a load is e
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Mapping
 from itertools import chain
@@ -17,8 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import checkpoint
-from aio import sync_directory
 from aio.errors import naming
+from checkpoint.directory.files.replacing import Replacement
 from checkpoint.directory.relocation import StripeDirs
 from infinity.commands.foreign.state import MOMENTS
 from infinity.optim.adamw import NAME, is_torch_adamw
@@ -62,7 +61,7 @@ def check_exportable(
     path: str | os.PathLike[str], file: Path, stripe_dirs: StripeDirs | None = None
 ) -> None:
     """Raises what ``export_optimizer`` would, before anything is written."""
-    if not file.parent.is_dir() or file.is_dir():
+    if not file.parent.is_dir() or (file.exists() and not file.is_file()):
         raise FileNotFoundError(f"{file}: give a file in a folder that exists")
     _with_moments(_training_of(path, stripe_dirs), path)
 
@@ -92,31 +91,25 @@ def export_optimizer(
     check_exportable(path, file, stripe_dirs)
     saved = _training_of(path, stripe_dirs)
     names = _with_moments(saved, path)
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with FakeTensorMode():
-            state = _state_dict(saved, names)
-        with naming(file):
-            _lay_out(state, partial)
-            _fill(partial, saved, path, stripe_dirs)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_directory(file.parent)
+    with FakeTensorMode():
+        state = _state_dict(saved, names)
+    with naming(file):
+        replacement = Replacement(file.resolve())  # of its own: another export may write this, too
+        try:
+            _lay_out(state, replacement.temporary)
+            _fill(replacement, saved, path, stripe_dirs)
+            replacement.commit()
+        finally:
+            replacement.discard()
     return file
 
 
 def _lay_out(state: Mapping[str, Any], file: Path) -> None:
     """Write the file but for the bytes of its tensors."""
-    try:
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(state, file)
-    except RuntimeError as error:  # torch's writer has no errno: a write of ours meets the same
-        with file.open("ab") as end:
-            end.write(bytes(1 << 20))
-            end.flush()
-            os.fsync(end.fileno())
-        raise OSError(errno.EIO, "torch.save could not write it") from error
+    # Through a file of Python's: torch's own has no errno, and puts the file's name inside.
+    skipping = torch.serialization.skip_data(materialize_fake_tensors=True)
+    with file.open("wb") as opened, skipping:
+        torch.save(state, opened)
 
 
 def parameters_for(
@@ -196,20 +189,20 @@ def _dtype(saved: Mapping[str, Any], name: str, part: str) -> torch.dtype:
 
 
 def _fill(
-    file: Path,
+    replacement: Replacement,
     saved: Mapping[str, Any],
     path: str | os.PathLike[str],
     stripe_dirs: StripeDirs | None,
 ) -> None:
     """Stream every tensor to its place in the file."""
     with FakeTensorMode():
-        laid_out = torch.load(file, weights_only=True)
+        laid_out = torch.load(replacement.temporary, weights_only=True)
     names = {
         number: name
         for group in laid_out["param_groups"]
         for number, name in zip(group["params"], group["param_names"], strict=True)
     }
-    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(replacement.temporary, os.O_RDWR | os.O_CLOEXEC)
     try:
         into: dict[str, dict[str, Any]] = {}
         for number, kept in laid_out["state"].items():
@@ -221,6 +214,7 @@ def _fill(
         if laid_out["state"]:
             wanted = [f"optimizer.{part}.{literal(n)}" for part in into for n in into[part]]
             checkpoint.load(path, only=wanted, into={"optimizer": into}, stripe_dirs=stripe_dirs)
+        replacement.give_attributes()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
