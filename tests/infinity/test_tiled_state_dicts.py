@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -41,6 +42,25 @@ def test_what_is_loaded_badly_is_told_as_without_tiles(nvme: Path) -> None:
                         loading.load_state_dict({**state, lacks: value}, strict=False)
                     errors.append(str(caught.value))
                 assert errors[0].partition(", but")[0] == errors[1].partition(", but")[0]
+
+
+def test_a_tied_model_in_tiles_is_loaded_by_safetensors(nvme: Path, tmp_path: Path) -> None:
+    """Which looks for what it left out when it saved among the keys that are missing."""
+    model, other = seeded(make), seeded(make, 3)
+    safetensors.torch.save_model(other, str(tmp_path / "whole"))
+    with infinity.offload(model, nvme, max_parameter_bytes=BOUND) as offloaded:
+        with offloaded.gathered(modify=True):
+            missing, unexpected = safetensors.torch.load_model(model, tmp_path / "whole")
+            assert not missing
+            assert not unexpected
+        with offloaded.gathered():
+            assert same_values(model.state_dict(), other.state_dict())
+            safetensors.torch.save_model(model, str(tmp_path / "tiles"))
+    again = seeded(make, 4)
+    missing, unexpected = safetensors.torch.load_model(again, tmp_path / "tiles")
+    assert not missing
+    assert not unexpected
+    assert same_values(again.state_dict(), other.state_dict())
 
 
 def test_tiles_of_two_projections_with_one_name_are_loaded_each(nvme: Path) -> None:
