@@ -221,13 +221,14 @@ class StateDictHooks:
 
     def _tell(self, module: nn.Module, incompatible: Any) -> None:
         """Behind loading: what was missing is told as the whole."""
+        whole_of = {
+            key: f"{self._prefix}{name}" if name in self._absent else None
+            for name in self._wholes
+            for key, _ in self._parts(name, self._prefix)
+        }
         missing = incompatible.missing_keys
-        for name in self._wholes:
-            parts = [key for key, _ in self._parts(name, self._prefix) if key in missing]
-            if parts and name in self._absent:
-                missing.insert(missing.index(parts[0]), f"{self._prefix}{name}")
-            for key in parts:
-                missing.remove(key)
+        told = dict.fromkeys(whole_of.get(key, key) for key in missing)
+        missing[:] = [key for key in told if key is not None]
 
     def _parts(self, name: str, prefix: str) -> Iterator[tuple[str, Any]]:
         """The tiles of ``name`` in the order of rows, by their names in state dicts."""
