@@ -1,5 +1,5 @@
 """Parameters that are cut into tiles where they are: the modules that have them stay, with a
-``TiledWeight`` in the place of the parameter, and the first has the tiles as a child.
+``TiledWeight`` in the place of the parameter, and the tiles as a child.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CutWeight(Cut):
         )
 
         self._hooks = [
-            StateDictHooks(module, {name: self._face.whole}, {name: self._own_name})
+            StateDictHooks(module, {name: self._face.whole}, self._tiles)
             for module, name in self._places
         ]
 

@@ -16,10 +16,13 @@ from torch import nn
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
 from infinity.parameters.records import compute_dtype_of
 from infinity.tiling.belongings import cut_gradient, watch_arrivals
-from infinity.tiling.tile import CHILD, RowRange, Tile, TileList, lie_as_cut
+from infinity.tiling.tile import CHILD, RowRange, Tile, lie_as_cut, refused_as_whole
 from infinity.tiling.weight import TiledWeight
 
-_TABLES = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
+_TABLES = (
+    *("_state_dict_hooks", "_load_state_dict_pre_hooks"),
+    "_load_state_dict_post_hooks",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,23 +164,27 @@ class StateDictHooks:
     """On a module in whose place, or as whose child, others have its parameters.
 
     ``wholes`` gives them by name, as they are when it is called. What is loaded is cut by the
-    module itself if it has no ``TileList``. ``called``: what tiles call theirs, where that is
-    something else.
+    module itself if it has no ``TileList``. ``tiles``: those of it that are meant; None: all, and
+    they have the names of the wholes.
     """
 
     def __init__(
         self,
         module: nn.Module,
         wholes: Mapping[str, Callable[[], torch.Tensor]],
-        called: Mapping[str, str] | None = None,
+        tiles: Sequence[Tile] | None = None,
     ) -> None:
         self._module = module
         self._wholes = wholes
-        self._called = called or {}
+        self._tiles = tiles
+        self._prefix = ""
+        self._absent: set[str] = set()
+        """What the module is called, and what of it is not there, in what is loaded."""
 
     def attach(self) -> None:
         self._module._register_state_dict_hook(self._join)
         nn.Module.register_load_state_dict_pre_hook(self._module, self._split)
+        self._module.register_load_state_dict_post_hook(self._tell)
 
     def detach(self) -> None:
         """Idempotent. By what the module has: an interrupt may have kept a handle from us."""
@@ -191,23 +198,45 @@ class StateDictHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
         for name, whole in self._wholes.items():
-            of_tiles = f"{prefix}{CHILD}."
-            for key in [key for key in state_dict if key.startswith(of_tiles)]:
-                if key.rpartition(".")[2] == self._called.get(name, name):
-                    del state_dict[key]
+            for key, _ in self._parts(name, prefix):
+                state_dict.pop(key, None)
             with torch.no_grad():
                 state_dict[f"{prefix}{name}"] = whole()
 
-    def _split(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Before loading: a whole of another shape is left, and not found in the module."""
-        tiles = module._modules.get(CHILD)
-        for name, own in self._wholes.items():
-            whole = state_dict.get(f"{prefix}{name}")
-            if whole is None or not isinstance(tiles, TileList) or whole.shape != own().shape:
+    def _split(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        """Before loading."""
+        *_, errors = rest
+        self._prefix = prefix
+        self._absent = {name for name in self._wholes if f"{prefix}{name}" not in state_dict}
+        if self._tiles is None:
+            return
+        for name in self._wholes.keys() - self._absent:
+            whole = state_dict.pop(f"{prefix}{name}")
+            with torch.no_grad():
+                shape = self._wholes[name]().shape
+            if refused_as_whole(whole, shape, f"{prefix}{name}", errors):
                 continue
-            del state_dict[f"{prefix}{name}"]
-            called = self._called.get(name, name)
-            for index, tile in enumerate(tiles):
-                if isinstance(tile, Tile) and tile.name == called:
-                    key = f"{prefix}{CHILD}.{index}.{called}"
-                    state_dict[key] = whole[tile.start : tile.stop]
+            for key, tile in self._parts(name, prefix):
+                state_dict[key] = whole[tile.start : tile.stop]
+
+    def _tell(self, module: nn.Module, incompatible: Any) -> None:
+        """Behind loading: what was missing is told as the whole."""
+        whole_of = {
+            key: f"{self._prefix}{name}" if name in self._absent else None
+            for name in self._wholes
+            for key, _ in self._parts(name, self._prefix)
+        }
+        missing = incompatible.missing_keys
+        told = dict.fromkeys(whole_of.get(key, key) for key in missing)
+        missing[:] = [key for key in told if key is not None]
+
+    def _parts(self, name: str, prefix: str) -> Iterator[tuple[str, Any]]:
+        """The tiles of ``name`` in the order of rows, by their names in state dicts."""
+        tiles: Any = self._module._modules.get(CHILD) or ()
+        for index, tile in enumerate(tiles):
+            if self._tiles is None:
+                yield f"{prefix}{CHILD}.{index}.{name}", tile
+            elif any(tile is own for own in self._tiles):
+                yield f"{prefix}{CHILD}.{index}.{tile.name}", tile

@@ -145,6 +145,25 @@ class TileList(nn.ModuleList):
         return list(dict.fromkeys(tile.name for tile in self if isinstance(tile, Tile)))
 
 
+def refused_as_whole(whole: Any, shape: torch.Size, key: str, errors: list[str]) -> bool:
+    """Whether what is loaded as ``key`` cannot be cut; ``errors`` get what torch says of it then,
+    which is an error also where loading is not strict.
+    """
+    if not isinstance(whole, torch.Tensor):
+        errors.append(
+            f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like '
+            f"object from checkpoint but received {type(whole)}"
+        )
+    elif whole.shape != shape:
+        errors.append(
+            f"size mismatch for {key}: copying a param with shape {whole.shape} from checkpoint, "
+            f"the shape in current model is {shape}."
+        )
+    else:
+        return False
+    return True
+
+
 def lie_as_cut(tiles: Sequence[torch.Tensor]) -> bool:
     """Whether they are rows of one tensor still, the next behind the last."""
     kind = _memory_of(tiles[0])

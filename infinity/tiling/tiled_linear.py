@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.tiling.tile import RowRange
+from infinity.tiling.tile import RowRange, refused_as_whole
 from swap.tiers import check_count, parse_bytes
 
 
@@ -180,13 +180,17 @@ def _has_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return value.dim() == parameter.dim() and value.shape[:1] == parameter.shape[:1]
 
 
-def _split_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_args: Any) -> None:
+def _split_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Before loading: give each tile its rows of a whole ``weight`` and ``bias``."""
     assert isinstance(module, TiledLinear)
-    for name in ("weight", "bias"):
-        whole = state_dict.get(f"{prefix}{name}")
-        if whole is None or whole.shape[0] != module.out_features:
+    *_, errors = rest
+    shapes = {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
+    for name, shape in shapes.items():
+        key = f"{prefix}{name}"
+        if key not in state_dict or (name == "bias" and not module.has_bias):
             continue
-        del state_dict[f"{prefix}{name}"]
+        whole = state_dict.pop(key)
+        if refused_as_whole(whole, torch.Size(shape), key, errors):
+            continue
         for index, (_, (start, stop)) in enumerate(module.rows()):
             state_dict[f"{prefix}tiles.{index}.{name}"] = whole[start:stop]

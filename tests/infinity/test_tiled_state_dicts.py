@@ -1,0 +1,81 @@
+"""What ``load_state_dict`` does with a model in tiles is what it does without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import infinity
+from tests.support.models import seeded
+from tests.support.training import same_values
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BOUND = 1 << 18
+
+
+def make() -> Any:
+    """A table of 1000 rows, tied to a head with a bias, and a layer between."""
+    model = nn.Sequential(nn.Embedding(1000, 300), nn.Linear(300, 300), nn.Linear(300, 1000))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_what_is_loaded_badly_is_told_as_without_tiles(nvme: Path) -> None:
+    """Missing were tiles, and a whole of another shape was passed over if loading is not strict."""
+    model, plain = seeded(make), seeded(make)
+    with infinity.offload(model, nvme, max_parameter_bytes=BOUND) as offloaded:
+        for lacks in ("0.weight", "1.weight", "1.bias", "2.weight", "2.bias"):
+            state = {name: value for name, value in plain.state_dict().items() if name != lacks}
+            with offloaded.gathered(modify=True):
+                told = model.load_state_dict(state, strict=False)
+            assert told == plain.load_state_dict(state, strict=False)
+            for value in (torch.ones(9, 300), torch.ones(()), torch.ones(1000, 299), 3):
+                errors = []
+                for loading in (plain, model):
+                    with offloaded.gathered(modify=True), pytest.raises(RuntimeError) as caught:
+                        loading.load_state_dict({**state, lacks: value}, strict=False)
+                    errors.append(str(caught.value))
+                assert errors[0].partition(", but")[0] == errors[1].partition(", but")[0]
+
+
+def test_a_tied_model_in_tiles_is_loaded_by_safetensors(nvme: Path, tmp_path: Path) -> None:
+    """Which looks for what it left out when it saved among the keys that are missing."""
+    model, other = seeded(make), seeded(make, 3)
+    safetensors.torch.save_model(other, str(tmp_path / "whole"))
+    with infinity.offload(model, nvme, max_parameter_bytes=BOUND) as offloaded:
+        with offloaded.gathered(modify=True):
+            missing, unexpected = safetensors.torch.load_model(model, tmp_path / "whole")
+            assert not missing
+            assert not unexpected
+        with offloaded.gathered():
+            assert same_values(model.state_dict(), other.state_dict())
+            safetensors.torch.save_model(model, str(tmp_path / "tiles"))
+    again = seeded(make, 4)
+    missing, unexpected = safetensors.torch.load_model(again, tmp_path / "tiles")
+    assert not missing
+    assert not unexpected
+    assert same_values(again.state_dict(), other.state_dict())
+
+
+def test_tiles_of_two_projections_with_one_name_are_loaded_each(nvme: Path) -> None:
+    """The key projection of the second got the query projection of the second, too."""
+
+    def make_two() -> Any:
+        kinds: Any = {"vdim": 160, "bias": False}
+        model: Any = nn.Sequential(*(nn.MultiheadAttention(320, 4, **kinds) for _ in range(2)))
+        model[1].k_proj_weight = model[0].q_proj_weight
+        return model
+
+    model, plain, other = seeded(make_two), seeded(make_two), seeded(make_two, 3)
+    plain.load_state_dict(other.state_dict())
+    block = infinity.offload(model, nvme, max_parameter_bytes=BOUND)
+    with block as offloaded, offloaded.gathered(modify=True):
+        model.load_state_dict(other.state_dict())
+        assert same_values(model.state_dict(), plain.state_dict())
+    assert same_values(model.state_dict(), plain.state_dict())
