@@ -183,11 +183,10 @@ class StateDictHooks:
 
     def attach(self) -> None:
         self._module._register_state_dict_hook(self._join)
+        handle = nn.Module.register_load_state_dict_pre_hook(self._module, self._split)
         # Before one of the module itself, which takes what it cuts or refuses out of the dict.
-        hooks = self._module._load_state_dict_pre_hooks
-        others = {number: hooks.pop(number) for number in [*hooks]}
-        nn.Module.register_load_state_dict_pre_hook(self._module, self._split)
-        hooks.update(others)
+        hooks: Any = self._module._load_state_dict_pre_hooks
+        hooks.move_to_end(handle.id, last=False)
         self._module.register_load_state_dict_post_hook(self._tell)
 
     def detach(self) -> None:
