@@ -44,6 +44,7 @@ from infinity.autograd.returned import copy_where_returned
 from infinity.parameters.homes import Homes
 from infinity.parameters.offloaded.becoming import is_ours
 from infinity.parameters.offloaded.modes import outside_inference, unseen
+from infinity.parameters.offloaded.parameter import OffloadedParameter
 from infinity.parameters.offloaded.placeholders import refusal_past_tiles
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
@@ -184,7 +185,7 @@ class SavedTensors:
                 # The graph keeps it, and no hook sees that: in the arena it would keep the room.
                 leaf.data = leaf.detach().clone()
             return saved
-        if is_whole(tensor):
+        if not isinstance(tensor, OffloadedParameter) and is_whole(tensor):  # else another block's
             for index in self._residency.held:
                 if self._is_cast(tensor, self._records[index]):
                     return self._saved(index, View.of(tensor, 0), tensor.dtype)

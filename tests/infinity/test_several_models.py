@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,50 @@ def test_running_mean_kept_by_the_optimizer_is_exported_as_weights(
     expected_values = values_of(mean.get_submodule("module"))
     for key, value in values_of(averaged).items():
         assert torch.equal(value, expected_values[key])
+
+
+class _Beside(torch.autograd.Function):
+    """The outputs of two heads, one beside the other, of which both weights are saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, hints: torch.Tensor, other: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, hints, other)
+        return x @ weight.T - hints @ other.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight, hints, other = ctx.saved_tensors
+        scale = 1 + (hints @ other.T).square().mean()
+        return gradient @ weight * scale, gradient.T @ x, None, None
+
+
+@pytest.mark.parametrize("activations", ["keep", "host"])
+def test_function_that_saves_weights_of_two_blocks_trains_as_in_memory(
+    activations: Any, nvme: Path
+) -> None:
+    """As a fused loss of distillation does, whose teacher is in a block of its own."""
+    found = []
+    for is_offloaded in (False, True):
+        student, teacher = seeded(mlp), seeded(lambda: mlp(2)).requires_grad_(False)
+        with ExitStack() as stack:
+            plain = torch.optim.AdamW(student.parameters(), fused=True)
+            step: Any = plain.step
+            if is_offloaded:
+                options: Any = {"host_memory": "32MiB", "activations": activations}
+                step = stack.enter_context(infinity.offload(student, nvme, **options)).step
+                stack.enter_context(
+                    infinity.offload(teacher, nvme, optimizer=None, host_memory="32MiB")
+                )
+            for (inputs,) in batches():
+                with torch.no_grad():
+                    hints = teacher[:-1](inputs)
+                _Beside.apply(
+                    student[:-1](inputs), student[-1].weight, hints, teacher[-1].weight
+                ).square().mean().backward()
+                step()
+                student.zero_grad()
+        found.append(values_of(student))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

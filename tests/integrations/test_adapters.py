@@ -89,6 +89,32 @@ def test_files_of_adapters_are_those_of_a_trainer_in_memory(
     assert_same(*runs, except_logged=("grad_norm",))
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_files_of_adapters_have_the_head_below_them_also_where_that_is_in_tiles(
+    tmp_path: Path, nvme: Path
+) -> None:
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no", "save_only_model": True}
+    tiled = {"nvme": nvme, "host_memory": BUDGET, "max_parameter_bytes": "256KiB"}
+    found = []
+    for folder, kind, more in (
+        (tmp_path / "plain", Trainer, {}),
+        (tmp_path / "ours", OffloadTrainer, tiled),
+    ):
+        for steps, resume in ((2, None), (3, True)):
+            args = arguments(folder, **(options | {"max_steps": steps, "save_steps": 1}))
+            train(kind, args, model=_with_adapted_head, resume=resume, **more)
+        found.append(load_file(folder / "checkpoint-3" / "adapter_model.safetensors"))
+    plain, ours = found
+    assert plain.keys() == ours.keys()
+    assert any("lm_head.base_layer" in name for name in plain)
+    for name, value in plain.items():
+        assert value.allclose(ours[name], atol=1e-4), name
+
+
+def _with_adapted_head() -> Any:
+    return _adapted(_lora(target_modules=["q_proj", "lm_head"]))
+
+
 def test_best_adapters_are_loaded_where_weights_alone_are_saved(tmp_path: Path, nvme: Path) -> None:
     options: dict[str, Any] = {"load_best_model_at_end": True, "save_only_model": True}
     options |= {"learning_rate": 0.3, "lr_scheduler_type": "constant"}
