@@ -299,6 +299,49 @@ def is_program_s(tile: Any) -> bool:
     return gathered
 
 
+def check_own_data(tiles: Sequence[Tile], name: str) -> None:
+    """Raises ``RuntimeError`` where what stands for the tiles is assigned to the data of them, and
+    was taken before these were the program's: it has no values from then.
+    """
+    if all(is_program_s(tile.parameter) for tile in tiles):
+        raise RuntimeError(
+            f"the data of {name}, which is in tiles, was taken outside of gathered() and has the "
+            "values of the weight as they are now, not as they were then; keep "
+            "`weight.detach().clone()`, or take it inside"
+        )
+
+
+@torch.no_grad()
+def replace_data(
+    tiles: Sequence[tuple[Tile, slice]],
+    name: str,
+    weight: torch.Tensor,
+    data: torch.Tensor,
+    *,
+    is_view: bool,
+) -> None:
+    """Let the tiles, which ``weight`` or what it is a view of stands for, be these rows of
+    ``data``, as torch has it: what has the memory of before keeps the values of before.
+
+    Raises ``RuntimeError`` where it cannot be.
+    """
+    parts = [tile.parameter for tile, _ in tiles]
+    if not all(map(is_program_s, parts)) or data.shape != weight.shape:
+        raise RuntimeError(
+            f"the data of {name}, which is in tiles, can be replaced by what is of its shape "
+            "alone, inside `with offloaded.gathered([parameter], modify=True):`"
+        )
+    is_plain = type(data) in (torch.Tensor, nn.Parameter) and data.layout == torch.strided
+    first = parts[0]
+    if is_view:
+        weight.copy_(data)
+        return
+    if not is_plain or data.dtype != first.dtype or data.device != first.device:
+        data = first.detach().new_empty(data.shape).copy_(data)
+    for tile, rows in tiles:
+        tile.parameter.data = data[rows]
+
+
 @own_modes
 def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The whole, in one piece of memory, which the tiles are parts of from now on."""

@@ -186,6 +186,58 @@ def test_views_of_tiles_that_were_taken_before_the_whole_is_used_are_those_of_th
             assert same_values(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+def _assigned(weight: Any, values: Any) -> Any:
+    before = weight.data
+    weight.data = values
+    return before
+
+
+def _swapped(weight: Any, values: Any) -> Any:
+    weight.data, values = values, weight.data
+    return values
+
+
+@pytest.mark.parametrize("bound", [BOUND, None], ids=["tiled", "untiled"])
+@pytest.mark.parametrize("owner", ["wide", "table"])
+@pytest.mark.parametrize("swap", [_assigned, _swapped])
+def test_data_that_other_data_is_assigned_over_keeps_its_values(
+    swap: Callable[[Any, Any], Any], owner: str, bound: int | None, nvme: Path
+) -> None:
+    """As averages of weights are evaluated: what was trained was lost without a word."""
+    model = seeded(Net)
+    weight = getattr(model, owner).weight
+    before, average = weight.detach().clone(), torch.full(weight.shape, 0.5)
+    with _offload(model, nvme, bound) as offloaded:
+        for is_one_block in (True, False):
+            with offloaded.gathered(weight, modify=True):
+                backup = swap(weight, average)
+                assert torch.equal(weight.detach(), average)
+                average.mul_(2)
+                assert torch.equal(weight.detach(), average)
+                if is_one_block:
+                    weight.data = backup
+            if not is_one_block:
+                with offloaded.gathered(weight, modify=True):
+                    weight.data = backup
+            with offloaded.gathered(weight):
+                assert torch.equal(weight.detach(), before)
+
+
+@pytest.mark.parametrize("owner", ["wide", "table"])
+def test_data_taken_outside_of_gathered_is_not_put_back_without_a_word(
+    owner: str, nvme: Path
+) -> None:
+    model = seeded(Net)
+    with _offload(model, nvme, BOUND) as offloaded:
+        weight = getattr(model, owner).weight
+        backup = weight.data
+        with offloaded.gathered(weight, modify=True):
+            weight.data = torch.zeros(weight.shape)
+        refused = pytest.raises(RuntimeError, match=rf"^the data of {owner}\.weight.* as they are")
+        with offloaded.gathered(weight, modify=True), refused:
+            weight.data = backup
+
+
 @pytest.mark.parametrize("owner", ["wide", "table"])
 def test_write_behind_gathered_into_what_was_kept_of_it_is_told(owner: str, nvme: Path) -> None:
     model = seeded(Net)
