@@ -12,7 +12,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.parameters.offloaded.assigned import assigned
-from infinity.parameters.offloaded.changes import Changes, copy_of, wait_for, writes_later
+from infinity.parameters.offloaded.changes import (
+    Changes,
+    LentMemory,
+    copy_of,
+    wait_for,
+    writes_later,
+)
 from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradient
 from infinity.parameters.offloaded.histories import ChangeCount
 from infinity.parameters.offloaded.modes import outside_inference, own_modes, without_history
@@ -343,17 +349,15 @@ def replace_data(
 
 
 @own_modes
-def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _in_one_piece(parts: Sequence[Any]) -> torch.Tensor:
     """The whole, in one piece of memory, which the tiles are parts of from now on."""
     shape = torch.Size([sum(len(part) for part in parts), *parts[0].shape[1:]])
     if not lie_as_cut(parts):
-        first = parts[0].detach()
-        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
-        start = 0
-        for part in parts:
-            rows = whole[start : start + part.shape[0]]
-            rows.copy_(part.detach())
-            part.data = rows
-            start += part.shape[0]
-    first = parts[0].detach()
+        lent = LentMemory.of((part.detach() for part in parts), shape.numel())
+        for part, (rows, memory) in zip(parts, lent, strict=True):
+            come, part.data = part.data_ptr(), rows
+            if getattr(part, "is_offloaded", False):
+                lies = part.offload_owner.loans.memory
+                lies.moves(part.offload_index, memory, come, part.data_ptr())
+    first: torch.Tensor = parts[0].detach()
     return first.as_strided(shape, first.stride(), first.storage_offset())

@@ -238,12 +238,54 @@ def test_data_taken_outside_of_gathered_is_not_put_back_without_a_word(
             weight.data = backup
 
 
+def _by_array(tile: Any) -> Any:
+    return tile.detach().numpy()
+
+
+@pytest.mark.parametrize("owner", ["wide", "table"])
+@pytest.mark.parametrize("view_of", [lambda tile: tile.data, _by_array])
+@pytest.mark.parametrize("modify", [True, False])
+def test_write_into_a_tile_that_was_lent_alone_and_moved_since_is_told(
+    view_of: Entrance, modify: bool, owner: str, nvme: Path
+) -> None:
+    """As the weight was put together: it was lost without a word."""
+    model = seeded(Net)
+    with _offload(model, nvme, BOUND) as offloaded:
+        weight = getattr(model, owner).weight
+        before, tile = weight.detach().clone(), weight.tiles[1]
+
+        def change(*, writes: bool) -> None:
+            with offloaded.gathered(tile, modify=True):
+                view = view_of(tile)
+                view += 1
+                with offloaded.gathered(weight, modify=modify):
+                    weight.norm()
+                if writes:
+                    view += 1
+
+        refused = rf"^{owner}\.tiles\.1\.weight was written by a view of before"
+        with pytest.raises(RuntimeError, match=refused):
+            change(writes=True)
+        with offloaded.gathered():
+            assert torch.equal(weight.detach(), before)
+        change(writes=False)
+        with offloaded.gathered(weight):
+            added = weight.detach() - before
+            rows = slice(weight._tiles[1].start, weight._tiles[1].stop)
+            assert torch.allclose(added[rows], torch.ones(1))
+
+
 @pytest.mark.parametrize("owner", ["wide", "table"])
 def test_write_behind_gathered_into_what_was_kept_of_it_is_told(owner: str, nvme: Path) -> None:
     model = seeded(Net)
     with _offload(model, nvme, BOUND) as offloaded:
         weight = getattr(model, owner).weight
         with offloaded.gathered(weight, modify=True):
+            kept = weight.detach().numpy()
+        kept[5] = 0
+        del kept
+        assert re.search(_named(owner), _told(model, TOKENS))
+        with offloaded.gathered(weight.tiles[0]), offloaded.gathered(weight, modify=True):
             kept = weight.detach().numpy()
         kept[5] = 0
         del kept

@@ -11,7 +11,7 @@ and has kept a part of (an array of NumPy) when it is the program's no more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -185,6 +185,7 @@ class LentMemory:
 
     def __init__(self, memory: Any, shown: weakref.ref[Any]) -> None:
         self._memory, self._shown = memory, shown
+        self._left: int | None = None
 
     @staticmethod
     def of(
@@ -210,8 +211,19 @@ class LentMemory:
             if memory is None or not values.numel():
                 yield part, None
             else:
-                size = values.dtype.itemsize
+                size = part.dtype.itemsize
                 yield part, LentMemory(memory[start * size : stop * size], weakref.ref(shown))
+
+    def leave(self, *, again: bool) -> None:
+        """The values go elsewhere: what is written here from now on reaches them no more.
+        ``again``: they may have been here since that was told.
+        """
+        if self._left is None or again:
+            self._left = crc32c(self._memory)
+
+    def is_written_late(self) -> bool:
+        """Whether something was written since it was left."""
+        return self._left is not None and crc32c(self._memory) != self._left
 
     def given_back(self, index: int, owner: ChangeOwner) -> weakref.finalize[..., Any] | None:
         """``owner`` is told of changes when the last who has a part of it has let go, or, before
@@ -226,6 +238,40 @@ class LentMemory:
         )
         finalizer.atexit = False
         return finalizer
+
+
+class LentMemories:
+    """Where the values of what is lent lie, by parameter, and where they lay before they were put
+    together. A program may give a parameter other data; what it has of before is its own then.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[LentMemory, ...]] = {}
+        self._moved_to: dict[int, int] = {}
+
+    def lies(self, index: int, memory: LentMemory | None) -> None:
+        """The values lie in ``memory`` from now on, if that is watched."""
+        if memory is not None:
+            self._of[index] = (*self._of.get(index, ()), memory)
+
+    def moves(self, index: int, memory: LentMemory | None, come: int, go: int) -> None:
+        """The same of values that were put at the address ``go``, and came from ``come``."""
+        for one in self._of.get(index, ()):
+            one.leave(again=self._moved_to.get(index) != come)
+        self._moved_to[index] = go
+        self.lies(index, memory)
+
+    def is_written_late(self, index: int, address: int) -> bool:
+        """Whether something was written where the values, now at ``address``, lay before."""
+        is_there = self._moved_to.get(index) == address
+        return is_there and any(one.is_written_late() for one in self._of.get(index, ()))
+
+    def pop(self, indices: Sequence[int]) -> list[tuple[int, LentMemory]]:
+        """Each with its parameter, of those that are lent no longer."""
+        found = [(index, memory) for index in indices for memory in self._of.pop(index, ())]
+        for index in indices:
+            self._moved_to.pop(index, None)
+        return found
 
 
 def _tell_changes(memory: Any, before: int, found: Any, index: int, told: int) -> None:
