@@ -214,12 +214,18 @@ class LentMemory:
                 size = part.dtype.itemsize
                 yield part, LentMemory(memory[start * size : stop * size], weakref.ref(shown))
 
-    def leave(self, *, again: bool) -> None:
-        """The values go elsewhere: what is written here from now on reaches them no more.
-        ``again``: they may have been here since that was told.
-        """
-        if self._left is None or again:
-            self._left = crc32c(self._memory)
+    def has(self, address: int) -> bool:
+        """Whether values at ``address`` lie here."""
+        first: int = self._memory.ctypes.data
+        return first <= address < first + len(self._memory)
+
+    def leave(self) -> None:
+        """The values go elsewhere: what is written here from now on reaches them no more."""
+        self._left = crc32c(self._memory)
+
+    def forget(self) -> None:
+        """What is written here is the program's own."""
+        self._left = None
 
     def is_written_late(self) -> bool:
         """Whether something was written since it was left."""
@@ -255,11 +261,19 @@ class LentMemories:
             self._of[index] = (*self._of.get(index, ()), memory)
 
     def moves(self, index: int, memory: LentMemory | None, come: int, go: int) -> None:
-        """The same of values that were put at the address ``go``, and came from ``come``."""
-        for one in self._of.get(index, ()):
-            one.leave(again=self._moved_to.get(index) != come)
+        """The same of values that were put at the address ``go``, and came from ``come``. Where
+        that is the program's own memory it may get the other for it, to keep and to change.
+        """
+        before = self._of.get(index, ())
+        is_own = self._moved_to.get(index, come) != come
+        for one in before:
+            if one.has(come):
+                one.leave()
+            elif is_own:
+                one.forget()
         self._moved_to[index] = go
-        self.lies(index, memory)
+        if any(one.has(come) for one in before):
+            self.lies(index, memory)
 
     def is_written_late(self, index: int, address: int) -> bool:
         """Whether something was written where the values, now at ``address``, lay before."""
