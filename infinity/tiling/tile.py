@@ -348,6 +348,20 @@ def replace_data(
         tile.parameter.data = data[rows]
 
 
+def put_rows(tiles: Sequence[tuple[Tile, slice]], whole: torch.Tensor) -> None:
+    """Let the tiles have these rows of ``whole``, unless they are them."""
+    parts = [(tile.parameter, whole[rows]) for tile, rows in tiles]
+    if all(
+        part.data_ptr() == rows.data_ptr() and part.stride() == rows.stride()
+        for part, rows in parts
+    ):
+        return
+    if any(rows.data_ptr() == part.data_ptr() for part, rows in parts):
+        whole = whole.clone()  # it lies in their memory, in another order, as after ``t_``
+    for tile, rows in tiles:
+        tile.parameter.copy_(whole[rows])
+
+
 @own_modes
 def _in_one_piece(parts: Sequence[Any]) -> torch.Tensor:
     """The whole, in one piece of memory, which the tiles are parts of from now on."""

@@ -36,6 +36,7 @@ from infinity.tiling.tile import (
     is_program_s,
     joined_of,
     on_wholes,
+    put_rows,
     replace_data,
     with_history,
 )
@@ -220,9 +221,7 @@ class TiledWeight(torch.Tensor):
             if whole.data_ptr() != self.tiles[0][self._at].data_ptr():
                 self.tiles[0][self._at] = whole
             return
-        for tile, rows in self._rows():
-            if whole[rows].data_ptr() != tile.parameter.data_ptr():
-                tile.parameter.copy_(whole[rows])
+        put_rows(self._rows(), whole)
 
     def note_whole(self) -> None:
         """Warn, once."""

@@ -278,3 +278,15 @@ def test_tiles_may_be_given_other_data_and_put_together(nvme: Path) -> None:
     assert torch.equal(kept, expected[0].flatten()[:5])
     assert torch.equal(model.weight, plain.weight)
     assert torch.equal(model.bias, plain.bias)
+
+
+@torch.no_grad()
+def test_weight_that_is_transposed_where_it_is(nvme: Path) -> None:
+    """Rows were copied over those that were still to be read."""
+    model = nn.Linear(512, 512)
+    before = model.weight.clone()
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=1 << 18) as offloaded:
+        with offloaded.gathered(modify=True):
+            model.weight.t_()
+        with offloaded.gathered():
+            assert torch.equal(model.weight.detach(), before.t())
