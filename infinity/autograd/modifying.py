@@ -20,7 +20,7 @@ from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.versions import Versions
 from infinity.background import BackgroundSaves
-from infinity.parameters.offloaded.changes import LentMemory
+from infinity.parameters.offloaded.changes import LentMemories, LentMemory
 from infinity.parameters.offloaded.handlers import check_not_amid, is_amid, runs_program
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.records import Record
@@ -64,8 +64,7 @@ class Loans:
         """
         self._left: dict[object, None] = {}
         """Who is done, and could not wait for the parameters to go back: see ``give_back``."""
-        self._memory: dict[int, LentMemory] = {}
-        """Where the values of what is lent lie."""
+        self.memory = LentMemories()
         self._kept: list[weakref.finalize[..., Any]] = []
         """Looks for changes in memory that programs kept a part of, maybe, when it went back."""
         self._handing = threading.RLock()
@@ -108,6 +107,7 @@ class Loans:
         if thread is not None:
             self._views.find(indices)
             self._views.expire(indices)
+            self._check_moved(indices)
             self._keep(self._not_around(loan))
 
     def _not_around(self, loan: object) -> list[int]:
@@ -188,8 +188,7 @@ class Loans:
                 weights = (self._rank_context.weight_of(record) for record in piece)
                 lent = LentMemory.of(weights, sum(record.numel for record in piece))
                 for record, (values, memory) in zip(piece, lent, strict=True):
-                    if memory is not None:
-                        self._memory[record.index] = memory
+                    self.memory.lies(record.index, memory)
                     self._residency.keep_out(record.index, values)
 
     def _pieces(self, indices: Iterable[int]) -> Iterable[Sequence[Record]]:
@@ -239,9 +238,9 @@ class Loans:
             indices, _ = self._lent.pop(loan, ((), False))
             indices = sorted({*indices} - self._asked())
             self._let_in(indices)
-            memories = [(index, self._memory.pop(index, None)) for index in indices]
+            memories = self.memory.pop(indices)
         for index, memory in memories:
-            look = None if memory is None or self._is_over else memory.given_back(index, self)
+            look = None if self._is_over else memory.given_back(index, self)
             if look is not None:
                 self._kept = [*(kept for kept in self._kept if kept.alive), look]
 
@@ -267,6 +266,14 @@ class Loans:
         """See ``ChangeOwner``."""
         if not self._is_over:
             self._versions.changed_copy(index, told)
+
+    def _check_moved(self, indices: Sequence[int]) -> None:
+        at = {index: self._records[index].parameter.data_ptr() for index in indices}
+        if lost := [i for i, address in at.items() if self.memory.is_written_late(i, address)]:
+            raise RuntimeError(
+                f"{self._listed(lost)} was written by a view of before its weight was put "
+                "together, which was lent tile by tile; ask gathered() for the whole around that"
+            )
 
     def _asked(self) -> set[int]:
         return {index for indices, _ in [*self._lent.values()] for index in indices}

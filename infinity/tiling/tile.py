@@ -12,7 +12,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.parameters.offloaded.assigned import assigned
-from infinity.parameters.offloaded.changes import Changes, copy_of, wait_for, writes_later
+from infinity.parameters.offloaded.changes import (
+    Changes,
+    LentMemory,
+    copy_of,
+    wait_for,
+    writes_later,
+)
 from infinity.parameters.offloaded.gradient import GradientOwner, OffloadedGradient
 from infinity.parameters.offloaded.histories import ChangeCount
 from infinity.parameters.offloaded.modes import outside_inference, own_modes, without_history
@@ -318,18 +324,73 @@ def is_program_s(tile: Any) -> bool:
     return gathered
 
 
+def check_own_data(tiles: Sequence[Tile], name: str) -> None:
+    """Raises ``RuntimeError`` where what stands for the tiles is assigned to the data of them, and
+    was taken before these were the program's: it has no values from then.
+    """
+    if all(is_program_s(tile.parameter) for tile in tiles):
+        raise RuntimeError(
+            f"the data of {name}, which is in tiles, was taken outside of gathered() and has the "
+            "values of the weight as they are now, not as they were then; keep "
+            "`weight.detach().clone()`, or take it inside"
+        )
+
+
+@torch.no_grad()
+def replace_data(
+    tiles: Sequence[tuple[Tile, slice]],
+    name: str,
+    weight: torch.Tensor,
+    data: torch.Tensor,
+    *,
+    is_view: bool,
+) -> None:
+    """Let the tiles, which ``weight`` or what it is a view of stands for, be these rows of
+    ``data``, as torch has it: what has the memory of before keeps the values of before.
+
+    Raises ``RuntimeError`` where it cannot be.
+    """
+    parts = [tile.parameter for tile, _ in tiles]
+    if not all(map(is_program_s, parts)) or data.shape != weight.shape:
+        raise RuntimeError(
+            f"the data of {name}, which is in tiles, can be replaced by what is of its shape "
+            "alone, inside `with offloaded.gathered([parameter], modify=True):`"
+        )
+    is_plain = type(data) in (torch.Tensor, nn.Parameter) and data.layout == torch.strided
+    first = parts[0]
+    if is_view:
+        weight.copy_(data)
+        return
+    if not is_plain or data.dtype != first.dtype or data.device != first.device:
+        data = first.detach().new_empty(data.shape).copy_(data)
+    for tile, rows in tiles:
+        tile.parameter.data = data[rows]
+
+
+def put_rows(tiles: Sequence[tuple[Tile, slice]], whole: torch.Tensor) -> None:
+    """Let the tiles have these rows of ``whole``, unless they are them."""
+    parts = [(tile.parameter, whole[rows]) for tile, rows in tiles]
+    if all(
+        part.data_ptr() == rows.data_ptr() and part.stride() == rows.stride()
+        for part, rows in parts
+    ):
+        return
+    if any(rows.data_ptr() == part.data_ptr() for part, rows in parts):
+        whole = whole.clone()  # it lies in their memory, in another order, as after ``t_``
+    for tile, rows in tiles:
+        tile.parameter.copy_(whole[rows])
+
+
 @own_modes
-def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _in_one_piece(parts: Sequence[Any]) -> torch.Tensor:
     """The whole, in one piece of memory, which the tiles are parts of from now on."""
     shape = torch.Size([sum(len(part) for part in parts), *parts[0].shape[1:]])
     if not lie_as_cut(parts):
-        first = parts[0].detach()
-        whole = torch.empty(shape, dtype=first.dtype, device=first.device)
-        start = 0
-        for part in parts:
-            rows = whole[start : start + part.shape[0]]
-            rows.copy_(part.detach())
-            part.data = rows
-            start += part.shape[0]
-    first = parts[0].detach()
+        lent = LentMemory.of((part.detach() for part in parts), shape.numel())
+        for part, (rows, memory) in zip(parts, lent, strict=True):
+            come, part.data = part.data_ptr(), rows
+            if getattr(part, "is_offloaded", False):
+                lies = part.offload_owner.loans.memory
+                lies.moves(part.offload_index, memory, come, part.data_ptr())
+    first: torch.Tensor = parts[0].detach()
     return first.as_strided(shape, first.stride(), first.storage_offset())

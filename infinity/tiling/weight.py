@@ -32,9 +32,12 @@ from infinity.tiling.pieces import Rows, look_up, multiply, multiply_with_one
 from infinity.tiling.tile import (
     GradientOfTiles,
     Tile,
+    check_own_data,
     is_program_s,
     joined_of,
     on_wholes,
+    put_rows,
+    replace_data,
     with_history,
 )
 from swap.tiers import format_bytes
@@ -156,8 +159,11 @@ class TiledWeight(torch.Tensor):
         return found
 
     @property
-    def data(self) -> TiledWeight:
-        """The same without history."""
+    def data(self) -> torch.Tensor:
+        """The same without history: the memory itself where that is the program's to change."""
+        if all(map(is_program_s, self.tiles)):
+            with torch.no_grad():
+                return self.whole()
         data = self.part(self._tiles, torch.Tensor.detach)
         data._at, data._is_transposed = self._at, self._is_transposed
         data._is_data = True
@@ -166,14 +172,8 @@ class TiledWeight(torch.Tensor):
     @data.setter
     def data(self, data: torch.Tensor) -> None:
         if isinstance(data, TiledWeight) and data._is_data and data._tiles is self._tiles:
-            return  # ``weight.data += x`` has changed it already
-        if not all(map(is_program_s, self.tiles)) or data.shape != self.shape:
-            raise RuntimeError(
-                f"the data of {self._name}, which is in tiles, can be replaced by what is of its "
-                "shape alone, inside `with offloaded.gathered([parameter], modify=True):`"
-            )
-        with torch.no_grad():
-            self.copy_(data)
+            return check_own_data(self._tiles, self._name)  # ``weight.data += x`` did it
+        replace_data(self._rows(), self._name, self, data, is_view=self._is_part)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -221,9 +221,7 @@ class TiledWeight(torch.Tensor):
             if whole.data_ptr() != self.tiles[0][self._at].data_ptr():
                 self.tiles[0][self._at] = whole
             return
-        for tile, rows in self._rows():
-            if whole[rows].data_ptr() != tile.parameter.data_ptr():
-                tile.parameter.copy_(whole[rows])
+        put_rows(self._rows(), whole)
 
     def note_whole(self) -> None:
         """Warn, once."""

@@ -237,3 +237,56 @@ def test_gradients_from_before_the_block_come_back_where_nothing_used_them(nvme:
         assert all(p.grad is not None for p in params)
         del offloaded
     assert all(p.grad is None or p.grad is g for p, g in zip(params, before, strict=True))
+
+
+@torch.no_grad()
+def _evaluate_averages(model: nn.Module, averages: list[torch.Tensor]) -> None:
+    """Data goes to and fro, and tiles of it are put together meanwhile."""
+    parameters = [*model.parameters()]
+    trained = [parameter.data for parameter in parameters]
+    for index, parameter in enumerate(parameters):
+        parameter.data, averages[index] = averages[index], parameter.data
+    model.state_dict()
+    for index, parameter in enumerate(parameters):
+        parameter.data, averages[index] = averages[index], parameter.data
+    for parameter in parameters:
+        parameter.data.mul_(2)
+    model.state_dict()
+    for parameter, values in zip(parameters, trained, strict=True):
+        parameter.data = torch.ones_like(parameter) + parameter
+        values.mul_(3)
+
+
+def test_tiles_may_be_given_other_data_and_put_together(nvme: Path) -> None:
+    """What a program has of before is its own then, to change inside and after."""
+    model, plain = nn.Linear(256, 1500), nn.Linear(256, 1500)
+    plain.load_state_dict(model.state_dict())
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=1 << 18) as offloaded:
+        averages = [torch.zeros(parameter.shape) for parameter in model.parameters()]
+        for _ in range(3):
+            with offloaded.gathered(modify=True):
+                _evaluate_averages(model, averages)
+            with offloaded.gathered():
+                for values in averages:
+                    values += 1
+        kept = averages[0].flatten()[:5].clone()
+    expected = [torch.zeros(parameter.shape) for parameter in plain.parameters()]
+    for _ in range(3):
+        _evaluate_averages(plain, expected)
+        for values in expected:
+            values += 1
+    assert torch.equal(kept, expected[0].flatten()[:5])
+    assert torch.equal(model.weight, plain.weight)
+    assert torch.equal(model.bias, plain.bias)
+
+
+@torch.no_grad()
+def test_weight_that_is_transposed_where_it_is(nvme: Path) -> None:
+    """Rows were copied over those that were still to be read."""
+    model = nn.Linear(512, 512)
+    before = model.weight.clone()
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=1 << 18) as offloaded:
+        with offloaded.gathered(modify=True):
+            model.weight.t_()
+        with offloaded.gathered():
+            assert torch.equal(model.weight.detach(), before.t())

@@ -186,12 +186,106 @@ def test_views_of_tiles_that_were_taken_before_the_whole_is_used_are_those_of_th
             assert same_values(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+def _assigned(weight: Any, values: Any) -> Any:
+    before = weight.data
+    weight.data = values
+    return before
+
+
+def _swapped(weight: Any, values: Any) -> Any:
+    weight.data, values = values, weight.data
+    return values
+
+
+@pytest.mark.parametrize("bound", [BOUND, None], ids=["tiled", "untiled"])
+@pytest.mark.parametrize("owner", ["wide", "table"])
+@pytest.mark.parametrize("swap", [_assigned, _swapped])
+def test_data_that_other_data_is_assigned_over_keeps_its_values(
+    swap: Callable[[Any, Any], Any], owner: str, bound: int | None, nvme: Path
+) -> None:
+    """As averages of weights are evaluated: what was trained was lost without a word."""
+    model = seeded(Net)
+    weight = getattr(model, owner).weight
+    before, average = weight.detach().clone(), torch.full(weight.shape, 0.5)
+    with _offload(model, nvme, bound) as offloaded:
+        for is_one_block in (True, False):
+            with offloaded.gathered(weight, modify=True):
+                backup = swap(weight, average)
+                assert torch.equal(weight.detach(), average)
+                average.mul_(2)
+                assert torch.equal(weight.detach(), average)
+                if is_one_block:
+                    weight.data = backup
+            if not is_one_block:
+                with offloaded.gathered(weight, modify=True):
+                    weight.data = backup
+            with offloaded.gathered(weight):
+                assert torch.equal(weight.detach(), before)
+
+
+@pytest.mark.parametrize("owner", ["wide", "table"])
+def test_data_taken_outside_of_gathered_is_not_put_back_without_a_word(
+    owner: str, nvme: Path
+) -> None:
+    model = seeded(Net)
+    with _offload(model, nvme, BOUND) as offloaded:
+        weight = getattr(model, owner).weight
+        backup = weight.data
+        with offloaded.gathered(weight, modify=True):
+            weight.data = torch.zeros(weight.shape)
+        refused = pytest.raises(RuntimeError, match=rf"^the data of {owner}\.weight.* as they are")
+        with offloaded.gathered(weight, modify=True), refused:
+            weight.data = backup
+
+
+def _by_array(tile: Any) -> Any:
+    return tile.detach().numpy()
+
+
+@pytest.mark.parametrize("owner", ["wide", "table"])
+@pytest.mark.parametrize("view_of", [lambda tile: tile.data, _by_array])
+@pytest.mark.parametrize("modify", [True, False])
+def test_write_into_a_tile_that_was_lent_alone_and_moved_since_is_told(
+    view_of: Entrance, modify: bool, owner: str, nvme: Path
+) -> None:
+    """As the weight was put together: it was lost without a word."""
+    model = seeded(Net)
+    with _offload(model, nvme, BOUND) as offloaded:
+        weight = getattr(model, owner).weight
+        before, tile = weight.detach().clone(), weight.tiles[1]
+
+        def change(*, writes: bool) -> None:
+            with offloaded.gathered(tile, modify=True):
+                view = view_of(tile)
+                view += 1
+                with offloaded.gathered(weight, modify=modify):
+                    weight.norm()
+                if writes:
+                    view += 1
+
+        refused = rf"^{owner}\.tiles\.1\.weight was written by a view of before"
+        with pytest.raises(RuntimeError, match=refused):
+            change(writes=True)
+        with offloaded.gathered():
+            assert torch.equal(weight.detach(), before)
+        change(writes=False)
+        with offloaded.gathered(weight):
+            added = weight.detach() - before
+            rows = slice(weight._tiles[1].start, weight._tiles[1].stop)
+            assert torch.allclose(added[rows], torch.ones(1))
+
+
 @pytest.mark.parametrize("owner", ["wide", "table"])
 def test_write_behind_gathered_into_what_was_kept_of_it_is_told(owner: str, nvme: Path) -> None:
     model = seeded(Net)
     with _offload(model, nvme, BOUND) as offloaded:
         weight = getattr(model, owner).weight
         with offloaded.gathered(weight, modify=True):
+            kept = weight.detach().numpy()
+        kept[5] = 0
+        del kept
+        assert re.search(_named(owner), _told(model, TOKENS))
+        with offloaded.gathered(weight.tiles[0]), offloaded.gathered(weight, modify=True):
             kept = weight.detach().numpy()
         kept[5] = 0
         del kept

@@ -11,7 +11,7 @@ and has kept a part of (an array of NumPy) when it is the program's no more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -185,6 +185,7 @@ class LentMemory:
 
     def __init__(self, memory: Any, shown: weakref.ref[Any]) -> None:
         self._memory, self._shown = memory, shown
+        self._left: int | None = None
 
     @staticmethod
     def of(
@@ -210,8 +211,25 @@ class LentMemory:
             if memory is None or not values.numel():
                 yield part, None
             else:
-                size = values.dtype.itemsize
+                size = part.dtype.itemsize
                 yield part, LentMemory(memory[start * size : stop * size], weakref.ref(shown))
+
+    def has(self, address: int) -> bool:
+        """Whether values at ``address`` lie here."""
+        first: int = self._memory.ctypes.data
+        return first <= address < first + len(self._memory)
+
+    def leave(self) -> None:
+        """The values go elsewhere: what is written here from now on reaches them no more."""
+        self._left = crc32c(self._memory)
+
+    def forget(self) -> None:
+        """What is written here is the program's own."""
+        self._left = None
+
+    def is_written_late(self) -> bool:
+        """Whether something was written since it was left."""
+        return self._left is not None and crc32c(self._memory) != self._left
 
     def given_back(self, index: int, owner: ChangeOwner) -> weakref.finalize[..., Any] | None:
         """``owner`` is told of changes when the last who has a part of it has let go, or, before
@@ -226,6 +244,48 @@ class LentMemory:
         )
         finalizer.atexit = False
         return finalizer
+
+
+class LentMemories:
+    """Where the values of what is lent lie, by parameter, and where they lay before they were put
+    together. A program may give a parameter other data; what it has of before is its own then.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[LentMemory, ...]] = {}
+        self._moved_to: dict[int, int] = {}
+
+    def lies(self, index: int, memory: LentMemory | None) -> None:
+        """The values lie in ``memory`` from now on, if that is watched."""
+        if memory is not None:
+            self._of[index] = (*self._of.get(index, ()), memory)
+
+    def moves(self, index: int, memory: LentMemory | None, come: int, go: int) -> None:
+        """The same of values that were put at the address ``go``, and came from ``come``. Where
+        that is the program's own memory it may get the other for it, to keep and to change.
+        """
+        before = self._of.get(index, ())
+        is_own = self._moved_to.get(index, come) != come
+        for one in before:
+            if one.has(come):
+                one.leave()
+            elif is_own:
+                one.forget()
+        self._moved_to[index] = go
+        if any(one.has(come) for one in before):
+            self.lies(index, memory)
+
+    def is_written_late(self, index: int, address: int) -> bool:
+        """Whether something was written where the values, now at ``address``, lay before."""
+        is_there = self._moved_to.get(index) == address
+        return is_there and any(one.is_written_late() for one in self._of.get(index, ()))
+
+    def pop(self, indices: Sequence[int]) -> list[tuple[int, LentMemory]]:
+        """Each with its parameter, of those that are lent no longer."""
+        found = [(index, memory) for index in indices for memory in self._of.pop(index, ())]
+        for index in indices:
+            self._moved_to.pop(index, None)
+        return found
 
 
 def _tell_changes(memory: Any, before: int, found: Any, index: int, told: int) -> None:
