@@ -114,3 +114,17 @@ def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> None
         return watch()
     for tile in tiles:
         when_flagged(tile, watch)
+
+
+OF_GRADIENT = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.output_nr.__get__,  # type: ignore[attr-defined]
+)
+"""What hooks on gradients and ``get_gradient_edge`` call."""
+
+
+def asks_for_node(func: Any, args: Any) -> bool:
+    """Whether it is a view that autograd's node for a parameter is reached through."""
+    is_view = func in (torch.Tensor.expand_as, torch.Tensor.view_as) and args[0] is args[1]
+    return is_view and torch.is_grad_enabled() and bool(args[0].requires_grad)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -184,3 +185,11 @@ def check_version(tile: Tile, version: int) -> None:
 
 _lookup: Callable[..., torch.Tensor] = _Lookup.apply
 _multiply: Callable[..., torch.Tensor] = _Product.apply
+
+
+attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+"""The same, but that it does not ask again who serves it: what it calls does."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -27,8 +26,9 @@ from infinity.parameters.offloaded.placeholders import (
     placeholder,
     refusal_of_gradient,
 )
+from infinity.tiling.belongings import OF_GRADIENT, asks_for_node
 from infinity.tiling.groups import multiply_groups
-from infinity.tiling.pieces import Rows, look_up, multiply, multiply_with_one
+from infinity.tiling.pieces import Rows, attention, look_up, multiply, multiply_with_one
 from infinity.tiling.tile import (
     GradientOfTiles,
     Tile,
@@ -59,6 +59,7 @@ class TiledWeight(torch.Tensor):
     """Whether the last two dimensions have changed places."""
     _is_data: bool = False
     """Whether this has no history, whatever the tiles have."""
+    _is_computed_with: bool = False
     was_selected: bool = False
     """Whether single matrices were taken of it since this was set to False."""
 
@@ -152,6 +153,18 @@ class TiledWeight(torch.Tensor):
     def _is_part(self) -> bool:
         return self._is_data or self._at is not None or self._is_transposed
 
+    @property
+    def _gives_views(self) -> bool:
+        """Whether its parts are views of memory, which keep that where it is given other data."""
+        has_history = torch.is_grad_enabled() and self.requires_grad
+        return not (has_history or self._is_computed_with) and all(map(is_program_s, self.tiles))
+
+    def tile_by_tile(self) -> TiledWeight:
+        """The same for a computation, which keeps no part of it."""
+        same = self.part(self._tiles, lambda face: face)
+        same._at, same._is_transposed, same._is_computed_with = self._at, self._is_transposed, True
+        return same
+
     def _gradients(self) -> GradientOfTiles:
         found: GradientOfTiles = vars(self).setdefault(
             "_owner", GradientOfTiles(self._tiles, self._name)
@@ -192,7 +205,7 @@ class TiledWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_GRADIENT or func in PASSES or _asks_for_node(func, args):
+        if func in OF_GRADIENT or func in PASSES or asks_for_node(func, args):
             _refuse_gradient(args, kwargs)
         served = None if _is_cut_off(args, kwargs) else _SERVED.get(func)
         result = served(*args, **kwargs) if served is not None else NotImplemented
@@ -243,12 +256,6 @@ def _refuse_gradient(args: Any, kwargs: Any) -> NoReturn:
         "by tile; have hooks on the tiles, and differentiate by them, as model.parameters() gives "
         "them in the block"
     )
-
-
-def _asks_for_node(func: Any, args: Any) -> bool:
-    """Whether it is a view that autograd's node for a parameter is reached through."""
-    is_view = func in (torch.Tensor.expand_as, torch.Tensor.view_as) and args[0] is args[1]
-    return is_view and torch.is_grad_enabled() and bool(args[0].requires_grad)
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -311,6 +318,8 @@ def _split(weight: Any, split_size: int | Sequence[int], dim: int = 0) -> Any:
     """Where it comes to whole tiles."""
     if dim != 0 or not isinstance(weight, TiledWeight) or weight._at is not None:
         return NotImplemented
+    if weight._gives_views:
+        return NotImplemented
     rows = weight.shape[0]
     if isinstance(split_size, int):
         split_size = [min(split_size, rows - start) for start in range(0, rows, split_size)]
@@ -336,7 +345,7 @@ def _select(weight: Any, index: Any) -> Any:
     )
     if not isinstance(weight, TiledWeight) or not is_one or weight.dim() != 3:
         return NotImplemented
-    if weight._is_transposed or not -len(weight) <= int(index) < len(weight):
+    if weight._gives_views or weight._is_transposed or not -len(weight) <= int(index) < len(weight):
         return NotImplemented
     index = int(index) % len(weight)
     weight.was_selected = True
@@ -373,26 +382,19 @@ def _grouped(
     )
 
 
-_ATTENTION = FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {**F.multi_head_attention_forward.__globals__, "has_torch_function": lambda _: False},
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
-"""The same, but that it does not ask again who serves it: what it calls does."""
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    """Tile by tile also where parts are views: the bits are those of everywhere."""
+    args = tuple(x.tile_by_tile() if isinstance(x, TiledWeight) else x for x in args)
+    return attention(*args, **kwargs)
+
 
 _SERVED: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.linear: _linear,
-    F.multi_head_attention_forward: _ATTENTION,
+    F.multi_head_attention_forward: _attention,
     torch.Tensor.split: _split,
     torch.Tensor.chunk: _chunk,
     torch.Tensor.__getitem__: _select,
     torch.Tensor.transpose: _transpose,
     torch._grouped_mm: _grouped,
 }
-_OF_GRADIENT = (
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.output_nr.__get__,  # type: ignore[attr-defined]
-)
-"""What hooks on gradients and ``get_gradient_edge`` call."""

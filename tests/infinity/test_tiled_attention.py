@@ -105,3 +105,23 @@ def test_evaluation_in_tiles_is_that_of_the_whole(nvme: Path) -> None:
         expected = model(x)
         with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND):
             assert model(x).allclose(expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_parts_of_a_weight_keep_its_memory_where_other_data_is_assigned(nvme: Path) -> None:
+    model = nn.MultiheadAttention(256, 4)
+    before = model.in_proj_weight.clone()
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=1 << 18) as offloaded:
+        weight: Any = model.in_proj_weight
+        with offloaded.gathered(modify=True):
+            parts = (*weight.chunk(3), *weight.split(256))
+            weight.data = torch.zeros(768, 256)
+            for part, values in zip(parts, before.split(256) * 2, strict=True):
+                assert torch.equal(part, values)
+            weight.chunk(3)[1].fill_(2)
+            x, y = torch.randn(5, 1, 256), torch.randn(7, 1, 256)
+            inside = model(x, y, y)[0]
+        assert torch.equal(model(x, y, y)[0], inside)
+    expected = torch.zeros(768, 256)
+    expected[256:512] = 2
+    assert torch.equal(model.in_proj_weight, expected)
