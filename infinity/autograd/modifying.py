@@ -235,7 +235,7 @@ class Loans:
 
     def _take_in(self, loan: object) -> None:
         with self._handing:  # who asks meanwhile shares what stays lent, or is lent it anew
-            indices, _ = self._lent.pop(loan, ((), False))
+            indices, _ = self._lent.pop(loan, ((), None))
             indices = sorted({*indices} - self._asked())
             self._let_in(indices)
             memories = self.memory.pop(indices)

@@ -116,10 +116,11 @@ def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> None
         when_flagged(tile, watch)
 
 
+_OUTPUT_NR: Any = torch.Tensor.output_nr
 OF_GRADIENT = (
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.output_nr.__get__,  # type: ignore[attr-defined]
+    _OUTPUT_NR.__get__,
 )
 """What hooks on gradients and ``get_gradient_edge`` call."""
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.parameters.offloaded.differentiated import PASSES
 from infinity.parameters.offloaded.gradient import OffloadedGradient, read_only
@@ -384,7 +384,7 @@ def _grouped(
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
     """Tile by tile also where parts are views: the bits are those of everywhere."""
-    args = tuple(x.tile_by_tile() if isinstance(x, TiledWeight) else x for x in args)
+    args, kwargs = tree_map_only(TiledWeight, TiledWeight.tile_by_tile, (args, kwargs))
     return attention(*args, **kwargs)
 
 
