@@ -37,6 +37,16 @@ def tensors_of(state_dict: StateDict) -> list[torch.Tensor]:
     return [value for state in state_dict["state"].values() for value in state.values()]
 
 
+def _has_stepped_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether a step on another thread has ended while this one waited for it."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    thread = threading.Thread(target=optimizer.step, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    return not thread.is_alive()
+
+
 def test_hook_behind_load_state_dict_finds_what_was_loaded(optimizer: OffloadedAdamW) -> None:
     other = other_than(optimizer.state_dict())
     found: list[StateDict] = []
@@ -64,12 +74,7 @@ def test_hook_behind_load_state_dict_may_wait_for_a_thread_that_steps(
     have_ended: list[bool] = []
 
     def beside(each: Optimizer) -> None:
-        for parameter in each.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        thread = threading.Thread(target=each.step, daemon=True)
-        thread.start()
-        thread.join(20.0)
-        have_ended.append(not thread.is_alive())
+        have_ended.append(_has_stepped_elsewhere(each))
 
     optimizer.register_load_state_dict_post_hook(beside)
     optimizer.load_state_dict(first)
@@ -122,12 +127,7 @@ def test_hook_around_state_dict_may_wait_for_a_thread_that_steps(
     have_ended: list[bool] = []
 
     def beside(each: Optimizer, *_: StateDict) -> None:
-        for parameter in each.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        thread = threading.Thread(target=each.step, daemon=True)
-        thread.start()
-        thread.join(20.0)
-        have_ended.append(not thread.is_alive())
+        have_ended.append(_has_stepped_elsewhere(each))
 
     before = optimizer.state_dict()
     hook = getattr(optimizer, f"register_state_dict_{when}_hook")(beside)

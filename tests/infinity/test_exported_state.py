@@ -60,16 +60,22 @@ def test_export_of_a_model_with_frozen_weights_says_what_to_give_the_optimizer(
     optimizer.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
 
 
-@pytest.mark.parametrize("most", [0, 4096])
-def test_disk_that_is_full_is_told_with_the_file_and_leaves_nothing(
-    nvme: Path, tmp_path: Path, most: int
-) -> None:
+def _saved(nvme: Path, tmp_path: Path) -> Path:
+    """A checkpoint "ours", and an empty folder to export to."""
     model = seeded(Model)
     with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
         train(model, offloaded.step, batches())
         offloaded.save(tmp_path / "ours")
     folder = tmp_path / "out"
     folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("most", [0, 4096])
+def test_disk_that_is_full_is_told_with_the_file_and_leaves_nothing(
+    nvme: Path, tmp_path: Path, most: int
+) -> None:
+    folder = _saved(nvme, tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))  # as a full disk: EFBIG
     try:
@@ -84,12 +90,7 @@ def test_disk_that_is_full_is_told_with_the_file_and_leaves_nothing(
 def test_exports_at_once_to_one_file_each_leave_all_of_it(
     nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = seeded(Model)
-    with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
-        train(model, offloaded.step, batches())
-        offloaded.save(tmp_path / "ours")
-    folder = tmp_path / "out"
-    folder.mkdir()
+    folder = _saved(nvme, tmp_path)
     whole = export_optimizer(tmp_path / "ours", tmp_path / "opt.pt").read_bytes()
     fill = exporting._fill
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.support.models import seeded
+from tests.support.models import make_tied, seeded
 from tests.support.training import same_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,17 +19,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BOUND = 1 << 18
 
 
-def make() -> Any:
-    """A table of 1000 rows, tied to a head with a bias, and a layer between."""
-    model = nn.Sequential(nn.Embedding(1000, 300), nn.Linear(300, 300), nn.Linear(300, 1000))
-    model[2].weight = model[0].weight
-    return model
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_loaded_badly_is_told_as_without_tiles(nvme: Path, strict: bool) -> None:
     """Missing were tiles, and a whole of another shape was passed over if loading is not strict."""
-    model, plain = seeded(make), seeded(make)
+    model, plain = seeded(make_tied), seeded(make_tied)
     with infinity.offload(model, nvme, max_parameter_bytes=BOUND) as offloaded:
         for lacks in ("0.weight", "1.weight", "1.bias", "2.weight", "2.bias"):
             state = {name: value for name, value in plain.state_dict().items() if name != lacks}
@@ -47,7 +40,7 @@ def test_what_is_loaded_badly_is_told_as_without_tiles(nvme: Path, strict: bool)
 
 def test_a_tied_model_in_tiles_is_loaded_by_safetensors(nvme: Path, tmp_path: Path) -> None:
     """Which looks for what it left out when it saved among the keys that are missing."""
-    model, other = seeded(make), seeded(make, 3)
+    model, other = seeded(make_tied), seeded(make_tied, 3)
     safetensors.torch.save_model(other, str(tmp_path / "whole"))
     with infinity.offload(model, nvme, max_parameter_bytes=BOUND) as offloaded:
         with offloaded.gathered(modify=True):
@@ -57,7 +50,7 @@ def test_a_tied_model_in_tiles_is_loaded_by_safetensors(nvme: Path, tmp_path: Pa
         with offloaded.gathered():
             assert same_values(model.state_dict(), other.state_dict())
             safetensors.torch.save_model(model, str(tmp_path / "tiles"))
-    again = seeded(make, 4)
+    again = seeded(make_tied, 4)
     missing, unexpected = safetensors.torch.load_model(again, tmp_path / "tiles")
     assert not missing
     assert not unexpected

@@ -16,19 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.tiling.weight import TiledWeight
-from tests.support.models import seeded
+from tests.support.models import make_tied, seeded
 from tests.support.training import WHOLE, least_budget, same_values, values_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BOUND = 1 << 18
-
-
-def make() -> Any:
-    """A table of 1000 rows, tied to a head with a bias, and a layer between."""
-    model = nn.Sequential(nn.Embedding(1000, 300), nn.Linear(300, 300), nn.Linear(300, 1000))
-    model[2].weight = model[0].weight
-    return model
 
 
 TOKENS = torch.tensor([[1, 999, 5], [5, 0, 444]])
@@ -42,13 +35,15 @@ def loss(model: Any) -> torch.Tensor:
 @pytest.fixture(params=["whole", "least"])
 def budget(request: pytest.FixtureRequest, nvme: Path) -> int:
     return (
-        WHOLE if request.param == "whole" else least_budget(make, nvme, max_parameter_bytes=BOUND)
+        WHOLE
+        if request.param == "whole"
+        else least_budget(make_tied, nvme, max_parameter_bytes=BOUND)
     )
 
 
 @pytest.fixture
 def block(nvme: Path, budget: int) -> Iterator[tuple[Any, infinity.OffloadedModel]]:
-    model = seeded(make)
+    model = seeded(make_tied)
     options: Any = {"host_memory": budget, "max_parameter_bytes": BOUND}
     with infinity.offload(model, nvme, **options) as offloaded:
         yield model, offloaded
@@ -71,7 +66,7 @@ def test_weight_in_tiles_looks_like_the_whole(block: Block) -> None:
 
 def test_values_and_gradients_of_the_whole_can_be_read(block: Block) -> None:
     model, offloaded = block
-    plain = seeded(make)
+    plain = seeded(make_tied)
     loss(model).backward()
     loss(plain).backward()
     gradient, expected = model[0].weight.grad, plain[0].weight.grad
@@ -120,10 +115,10 @@ def test_one_tile_is_changed_inside_gathered_without_the_others(block: Block) ->
 
 def test_state_dicts_have_the_names_and_values_of_the_whole(block: Block) -> None:
     model, offloaded = block
-    other = seeded(make, 5)
+    other = seeded(make_tied, 5)
     with offloaded.gathered(modify=True):
         assert {*model.state_dict()} == {*other.state_dict()}
-        assert same_values(model.state_dict(), seeded(make).state_dict())
+        assert same_values(model.state_dict(), seeded(make_tied).state_dict())
         assert model[2].load_state_dict(other[2].state_dict())
         model.load_state_dict(other.state_dict())
         model.state_dict()["0.weight"][7] = 3.0
@@ -141,7 +136,7 @@ def test_use_as_a_whole_works_and_is_warned_of_once(
     block: Block, budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, _ = block
-    plain = seeded(make)
+    plain = seeded(make_tied)
     with caplog.at_level(logging.WARNING):
         ours = (model[0](TOKENS) @ model[0].weight.T).square().mean() + model[0].weight.sum()
         ours.backward()
@@ -155,7 +150,7 @@ def test_functions_outside_of_the_model_take_it_by_tiles(
     block: Block, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, _ = block
-    plain = seeded(make)
+    plain = seeded(make_tied)
     hidden = torch.randn(2, 300)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(F.linear(hidden, model[0].weight), F.linear(hidden, plain[0].weight))
@@ -174,7 +169,7 @@ def test_indices_beyond_the_table_are_refused(block: Block) -> None:
 
 def test_gradients_of_gradients_are_those_of_the_whole(block: Block) -> None:
     model, _ = block
-    plain = seeded(make)
+    plain = seeded(make_tied)
     found = []
     for one in (model, plain):
         x = torch.linspace(-1, 1, 300).requires_grad_()
@@ -211,7 +206,7 @@ def test_freezing_and_training_rows_reaches_all_tiles(block: Block) -> None:
 def test_each_module_of_a_tied_weight_has_its_tiles(block: Block, layer: int) -> None:
     """To freeze the head left the table that it shares in training, without a word."""
     model, offloaded = block
-    plain = seeded(make)
+    plain = seeded(make_tied)
     first = plain[0].weight.detach()
     tiles = [*map(id, model[0].tiles.parameters())]
     assert [id(p) for p in model[layer].parameters() if p.dim() == 2] == tiles
@@ -228,7 +223,7 @@ def test_each_module_of_a_tied_weight_has_its_tiles(block: Block, layer: int) ->
 
 
 def test_what_a_parameter_came_with_outlasts_the_tiles(nvme: Path) -> None:
-    model = seeded(make)
+    model = seeded(make_tied)
     model[0].weight.note = "kept"
     model[2].register_buffer("scale", torch.ones(3))
     loss(model).backward()
@@ -312,7 +307,7 @@ def test_functions_of_autograd_take_a_copy_and_nothing_that_stands_for_tiles(
     block: Block, function: Any, layer: int
 ) -> None:
     model, offloaded = block
-    plain = seeded(make)
+    plain = seeded(make_tied)
     x = torch.ones(2, 300, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"\b\d\.weight is in tiles.*give it weight\.clone"):
         function(x, model[layer].weight).sum().backward()
@@ -326,7 +321,7 @@ def test_functions_of_autograd_take_a_copy_and_nothing_that_stands_for_tiles(
 
 
 def test_functions_of_autograd_leave_nothing_in_parameters_after_the_block(nvme: Path) -> None:
-    model = seeded(make)
+    model = seeded(make_tied)
     with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND):
         model[1].requires_grad_(False)
         _Kept.apply(torch.ones(2, 300), model[1].weight).sum().backward()
@@ -342,7 +337,7 @@ def test_functions_of_autograd_lose_no_gradient_of_what_came_frozen(
     nvme: Path, layer: int, thaw: str
 ) -> None:
     """It cannot be trained, and was left as it was without a word."""
-    model = seeded(make).requires_grad_(False)
+    model = seeded(make_tied).requires_grad_(False)
     model[1].bias.requires_grad_(True)
     with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND):
         _Kept.apply(torch.ones(2, 300, requires_grad=True), model[layer].weight).sum().backward()
@@ -358,7 +353,7 @@ def test_functions_of_autograd_lose_no_gradient_of_what_came_frozen(
 @pytest.mark.parametrize("budget", ["whole"], indirect=True)
 def test_vmap_takes_the_whole(block: Block) -> None:
     model, _ = block
-    plain = seeded(make)
+    plain = seeded(make_tied)
     x = torch.ones(2, 300)
     for one in (model, plain):
         weight = one[2].weight
@@ -374,7 +369,7 @@ def test_scripts_take_a_copy_of_the_whole(block: Block) -> None:
     with pytest.raises(RuntimeError, match=r"the weight of 0\.weight is in tiles"):
         scripted(torch.ones(2, 300), model[2].weight)
     copied = scripted(torch.ones(2, 300), model[2].weight.clone())
-    assert torch.equal(copied, _multiplied(torch.ones(2, 300), seeded(make)[2].weight))
+    assert torch.equal(copied, _multiplied(torch.ones(2, 300), seeded(make_tied)[2].weight))
 
 
 def _multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

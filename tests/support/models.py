@@ -21,6 +21,13 @@ Recompute = Literal["no", "reentrant", "non-reentrant"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
+def make_tied() -> Any:
+    """A table of 1000 rows, tied to a head with a bias, and a layer between."""
+    model = nn.Sequential(nn.Embedding(1000, 300), nn.Linear(300, 300), nn.Linear(300, 1000))
+    model[2].weight = model[0].weight
+    return model
+
+
 class Block(nn.Module):
     """A transformer block: attention and a feed-forward part around two norms."""
 
