@@ -1,6 +1,4 @@
-"""Real tensors in parameters for as long as a program asks for them, and what becomes of its
-changes.
-"""
+"""Real tensors in parameters while a program asks for them, and what becomes of its changes."""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.tiling.weight import TiledWeight
+from infinity.tiling.wholes import note_piece
 from swap.interruptions.apart import run_apart
 from swap.interruptions.forks import note
 from swap.tiered import TieredState
@@ -105,6 +104,7 @@ class Loans:
         self._versions.check()
         self._residency.check_faces(indices)
         if thread is not None:
+            self._versions.spread_changes(indices)
             self._views.find(indices)
             self._views.expire(indices)
             self._check_moved(indices)
@@ -185,11 +185,12 @@ class Loans:
         self._residency.reset()
         with self._handing:  # another thread may have asked for the same, and begun with it
             for piece in self._pieces(i for i in indices if not self._residency.is_gathered([i])):
-                weights = (self._rank_context.weight_of(record) for record in piece)
+                weights = map(self._rank_context.weight_of, piece)  # one at a time
                 lent = LentMemory.of(weights, sum(record.numel for record in piece))
                 for record, (values, memory) in zip(piece, lent, strict=True):
                     self.memory.lies(record.index, memory)
                     self._residency.keep_out(record.index, values)
+                note_piece([record.parameter for record in piece])
 
     def _pieces(self, indices: Iterable[int]) -> Iterable[Sequence[Record]]:
         """Those that are tiles of one weight together: a program may use it as one, and has views

@@ -48,8 +48,8 @@ from infinity.parameters.offloaded.parameter import OffloadedParameter
 from infinity.parameters.offloaded.placeholders import refusal_past_tiles
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
-from infinity.tiling.tile import is_program_s
 from infinity.tiling.weight import TiledWeight
+from infinity.tiling.wholes import VersionsOf, is_program_s
 from swap.interruptions.forks import check_process
 from swap.memory.uses import storage_at
 
@@ -84,6 +84,8 @@ class _SavedTensor:
     owner: SavedTensors | None
     tensor: torch.Tensor | SavedActivation
     version: int = 0
+    piece: VersionsOf | None = None
+    """Of the tiles that it lies in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,18 +294,18 @@ def _pack_weight(tensor: torch.Tensor) -> SavedWeight | None:
 
 @unseen
 def _pack(tensor: torch.Tensor) -> _SavedTensor:
-    blocks = _likeliest()
+    blocks, piece = _likeliest(), VersionsOf.now(tensor)
     if len(blocks) > 1 and blocks[0].innermost() >= 0:
         _here.last = weakref.ref(blocks[0])
         blocks = blocks[:1]
-    for block in blocks:
+    for block in blocks if piece is None else ():
         taken = block.save(tensor)
         if taken is not None:
             return _SavedTensor(block, taken)
     version = 0 if tensor.is_inference() else tensor._version
     # A leaf comes as the parameter itself, whose data may be swapped under it.
     kept = tensor.detach() if tensor.requires_grad else tensor
-    return _SavedTensor(blocks[0] if blocks else None, kept, version)
+    return _SavedTensor(blocks[0] if blocks else None, kept, version, piece)
 
 
 def _likeliest() -> list[SavedTensors]:
@@ -332,7 +334,13 @@ def _unpacked(saved: _SavedTensor) -> torch.Tensor:
             return saved.owner.restore(saved.tensor)
     assert isinstance(saved.tensor, torch.Tensor)
     tensor = saved.tensor
-    if not tensor.is_inference() and tensor._version != saved.version:
+    is_changed = not tensor.is_inference() and tensor._version != saved.version
+    if saved.piece is not None and not saved.piece.are_same:
+        raise RuntimeError(
+            "a weight in tiles that is needed for the gradient was changed in place after the "
+            "forward pass that this backward pass belongs to"
+        )
+    if is_changed:
         raise RuntimeError(
             f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is needed for the "
             f"gradient was modified in place: it is at version {tensor._version}, version "

@@ -74,6 +74,21 @@ class Versions:
             for index in indices:
                 self._noted[index] = self._records[index].parameter._version
 
+    def spread_changes(self, indices: Sequence[int]) -> None:
+        """What changed one of these, which are lent, and are tiles of one weight, changed all: who
+        writes into the whole, or a view of it, is counted by one.
+        """
+        changed = {self._whole_of(index) for index in self._changed(indices)} - {None}
+        tiles = [index for index in indices if self._whole_of(index) in changed]
+        torch.autograd.graph.increment_version([self._records[i].parameter for i in tiles])
+
+    def _whole_of(self, index: int) -> object:
+        return vars(self._records[index].parameter).get("tile_of")
+
+    def _changed(self, indices: Sequence[int]) -> list[int]:
+        now = self._versions_of(indices)
+        return [index for index in indices if now[index] != self._noted[index]]
+
     def count_updates(self, indices: Sequence[int]) -> None:
         """Tell autograd, as an in-place update would: a graph from before it is refused."""
         with self._counting:
@@ -174,9 +189,7 @@ class Versions:
         """Those with a change in place that was not told yet, in the order in which a loan that
         begins goes by: it is known as one before its version is another.
         """
-        now = self._versions_of(indices)
-        noted = {index: self._noted[index] for index in indices}
-        return [i for i in indices if now[i] != noted[i] and i not in self._weights.kept_out]
+        return [i for i in self._changed(indices) if i not in self._weights.kept_out]
 
     @unseen
     def _versions_of(self, indices: Iterable[int]) -> dict[int, int]:

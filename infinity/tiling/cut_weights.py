@@ -17,7 +17,7 @@ from infinity.tiling.groups import touch
 from infinity.tiling.joining import Cut, StateDictHooks
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
 from infinity.tiling.tiled_linear import rows_of, rows_of_parameter
-from infinity.tiling.weight import TiledWeight
+from infinity.tiling.weight import TiledWeight, begin_computing, end_computing
 
 Owner = tuple[str, nn.Module, str]
 """What the model calls a module, the module, and what that calls a parameter."""
@@ -78,14 +78,18 @@ class CutWeight(Cut):
         for hooks in self._hooks:
             hooks.attach()
         if self._parameter.dim() == 3:
-            self._first.register_forward_hook(self._touch)
+            self._first.register_forward_pre_hook(self._begin)
+            self._first.register_forward_hook(self._touch, always_call=True)
 
     def restore(self) -> None:
         for hooks in self._hooks:
             hooks.detach()
-        for number, hook in list(self._first._forward_hooks.items()):
-            if getattr(hook, "__self__", None) is self:
-                del self._first._forward_hooks[number]
+        for table in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = getattr(self._first, table)
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "__self__", None) is self:
+                    del hooks[number]
+                    self._first._forward_hooks_always_called.pop(number, None)
         for (module, own), order in zip(self._places, self._orders, strict=True):
             vars(module).pop(own, None)
             now = {**module._parameters, own: self._parameter}
@@ -99,11 +103,13 @@ class CutWeight(Cut):
             else:
                 module._modules.pop(CHILD, None)
 
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        begin_computing(self._face)
+
     def _touch(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Experts that were not chosen have gradients of zeros where others have some."""
-        if not self._face.was_selected:
+        if not end_computing(self._face):
             return output
-        self._face.was_selected = False
         is_trained = isinstance(output, torch.Tensor) and output.requires_grad
         return touch(output, self._tiles) if is_trained else output
 

@@ -15,8 +15,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from infinity.tiling.deferred import DeferredGradient
-from infinity.tiling.pieces import check_version
+from infinity.tiling.pieces import check_unchanged
 from infinity.tiling.tile import Tile
+from infinity.tiling.wholes import VersionsOf
 
 Span = tuple[int, int, int]
 """A matrix of a tile, and the first row and the row after the last that are for it."""
@@ -72,7 +73,7 @@ class _Groups(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.tiles, ctx.spans, ctx.is_transposed = tiles, spans, is_transposed
         ctx.fetches_all = fetches_all
-        ctx.versions = [weight._version for weight in weights]
+        ctx.versions = [VersionsOf.of_tile(weight) for weight in weights]
         return out
 
     @staticmethod
@@ -82,11 +83,11 @@ class _Groups(torch.autograd.Function):
         needs_x, _, _, _, _, *needs_weights = ctx.needs_input_grad
         of_x = torch.zeros_like(x) if needs_x else None
         of_weights: list[torch.Tensor | None] = []
-        for tile, spans, version, needs_weight in zip(
+        for tile, spans, versions, needs_weight in zip(
             ctx.tiles, ctx.spans, ctx.versions, needs_weights, strict=True
         ):
             if of_x is not None and (spans or ctx.fetches_all):
-                check_version(tile, version)
+                check_unchanged(tile, versions)
                 tile(_fill, gradient, of_x, spans, not ctx.is_transposed)
             make = _maker(tile, spans, x, gradient, is_transposed=ctx.is_transposed)
             of_weights.append(DeferredGradient.of(tile.parameter, make) if needs_weight else None)

@@ -16,8 +16,9 @@ from torch import nn
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
 from infinity.parameters.records import compute_dtype_of
 from infinity.tiling.belongings import cut_gradient, watch_arrivals
-from infinity.tiling.tile import CHILD, RowRange, Tile, lie_as_cut, refused_as_whole
+from infinity.tiling.tile import CHILD, RowRange, Tile, refused_as_whole
 from infinity.tiling.weight import TiledWeight
+from infinity.tiling.wholes import lie_as_cut
 
 _TABLES = (
     *("_state_dict_hooks", "_load_state_dict_pre_hooks"),

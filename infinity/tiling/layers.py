@@ -23,8 +23,9 @@ from infinity.tiling import cut_weights
 from infinity.tiling.belongings import give_back, reason_against, share
 from infinity.tiling.cut_weights import CutWeight, Owner
 from infinity.tiling.joining import Cut, StateDictHooks
-from infinity.tiling.tile import RowRange, Tile, kept_whole_of
+from infinity.tiling.tile import RowRange, Tile
 from infinity.tiling.tiled_linear import TiledLinear, tiles_within
+from infinity.tiling.wholes import kept_whole_of
 from swap.tiers import format_bytes
 
 MIN_TILE_BYTES = 4 * ALWAYS_ON_HOST_ELEMENTS * torch.float32.itemsize

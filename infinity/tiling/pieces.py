@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from infinity.tiling.deferred import DeferredGradient
 from infinity.tiling.tile import Tile
+from infinity.tiling.wholes import VersionsOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         out[..., rows] = tile(_product, x, bias, at)
         ctx.save_for_backward(x)
-        ctx.tile, ctx.rows, ctx.at, ctx.version = tile, rows, at, weight._version
+        ctx.tile, ctx.rows, ctx.at = tile, rows, at
+        ctx.versions = VersionsOf.of_tile(weight)
         ctx.mark_dirty(out)
         return out
 
@@ -137,7 +139,7 @@ class _Product(torch.autograd.Function):
         of_x = of_bias = None
         with torch.autocast(gradient.device.type, enabled=False):
             if needs_x:
-                check_version(tile, ctx.version)
+                check_unchanged(tile, ctx.versions)
                 weight = tile.parameter if at is None else tile.parameter[at]
                 of_x = torch.mm(own, weight.to(own.dtype)).view(x.shape).to(x.dtype)
             if needs_bias:
@@ -173,9 +175,9 @@ def _deferred(tile: Tile, make: Callable[[], torch.Tensor], at: int | None = Non
     return zeros.index_put((torch.tensor(at),), make())
 
 
-def check_version(tile: Tile, version: int) -> None:
-    """Raises ``RuntimeError`` for a tile that has changed since it had that version."""
-    if tile.parameter._version != version:
+def check_unchanged(tile: Tile, versions: VersionsOf) -> None:
+    """Raises ``RuntimeError`` for a tile that has changed since it had those versions."""
+    if not versions.are_same:
         raise RuntimeError(
             f"{tile.extra_repr()}, which is needed for the gradient, was updated by an optimizer "
             "step or changed in place after the forward pass that this backward pass belongs to; "

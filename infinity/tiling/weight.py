@@ -8,6 +8,7 @@ budget, with a warning. Inside ``gathered`` the whole is where the tiles are, an
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -27,11 +28,11 @@ from infinity.parameters.offloaded.placeholders import (
     refusal_of_gradient,
 )
 from infinity.tiling.belongings import OF_GRADIENT, asks_for_node
+from infinity.tiling.gradient import GradientOfTiles
 from infinity.tiling.groups import multiply_groups
 from infinity.tiling.pieces import Rows, attention, look_up, multiply, multiply_with_one
-from infinity.tiling.tile import (
-    GradientOfTiles,
-    Tile,
+from infinity.tiling.tile import Tile
+from infinity.tiling.wholes import (
     check_own_data,
     is_program_s,
     joined_of,
@@ -60,11 +61,10 @@ class TiledWeight(torch.Tensor):
     _is_data: bool = False
     """Whether this has no history, whatever the tiles have."""
     _is_computed_with: bool = False
-    was_selected: bool = False
-    """Whether single matrices were taken of it since this was set to False."""
+    """Whether a function that takes it apart computes with this, and keeps no part."""
 
     OWN = (
-        *("_tiles", "_name", "_is_partitioned", "_was_whole", "was_selected", "_owner"),
+        *("_tiles", "_name", "_is_partitioned", "_was_whole", "_owner"),
         *("_is_param", "_arrivals"),
     )
     """What a parameter that has this class has beside its own attributes."""
@@ -152,12 +152,6 @@ class TiledWeight(torch.Tensor):
     @property
     def _is_part(self) -> bool:
         return self._is_data or self._at is not None or self._is_transposed
-
-    @property
-    def _gives_views(self) -> bool:
-        """Whether its parts are views of memory, which keep that where it is given other data."""
-        has_history = torch.is_grad_enabled() and self.requires_grad
-        return not (has_history or self._is_computed_with) and all(map(is_program_s, self.tiles))
 
     def tile_by_tile(self) -> TiledWeight:
         """The same for a computation, which keeps no part of it."""
@@ -275,6 +269,26 @@ def _is_cut_off(args: Any, kwargs: Any) -> bool:
 
 # The functions that take it tile by tile.
 
+_here = threading.local()
+"""``selected``: of the weights whose modules compute on this thread, by ``id``, whether single
+matrices of it were taken.
+"""
+
+
+def _selected() -> dict[int, bool]:
+    found: dict[int, bool] = vars(_here).setdefault("selected", {})
+    return found
+
+
+def begin_computing(weight: TiledWeight) -> None:
+    """The module of ``weight``, a stack of matrices, computes with it on this thread."""
+    _selected()[id(weight)] = False
+
+
+def end_computing(weight: TiledWeight) -> bool:
+    """That has ended. Returns whether it took single matrices. Idempotent."""
+    return _selected().pop(id(weight), False)
+
 
 def _embedding(
     input: torch.Tensor,  # noqa: A002  as F.embedding has it
@@ -315,10 +329,8 @@ def _linear(
 
 
 def _split(weight: Any, split_size: int | Sequence[int], dim: int = 0) -> Any:
-    """Where it comes to whole tiles."""
-    if dim != 0 or not isinstance(weight, TiledWeight) or weight._at is not None:
-        return NotImplemented
-    if weight._gives_views:
+    """Where it comes to whole tiles, and all that is taken is computed with."""
+    if dim != 0 or not isinstance(weight, TiledWeight) or not weight._is_computed_with:
         return NotImplemented
     rows = weight.shape[0]
     if isinstance(split_size, int):
@@ -339,16 +351,16 @@ def _chunk(weight: Any, chunks: int, dim: int = 0) -> Any:
 
 
 def _select(weight: Any, index: Any) -> Any:
-    """A matrix of a stack."""
+    """A matrix of a stack, where the module computes that gives the others gradients of zeros."""
     is_one = isinstance(index, int) or (
         isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype != torch.bool
     )
-    if not isinstance(weight, TiledWeight) or not is_one or weight.dim() != 3:
+    if not is_one or not isinstance(weight, TiledWeight) or id(weight) not in _selected():
         return NotImplemented
-    if weight._gives_views or weight._is_transposed or not -len(weight) <= int(index) < len(weight):
+    if weight.dim() != 3 or not -len(weight) <= int(index) < len(weight):
         return NotImplemented
     index = int(index) % len(weight)
-    weight.was_selected = True
+    _selected()[id(weight)] = True
     (tile,) = (tile for tile, rows in weight._rows() if rows.start <= index < rows.stop)
     matrix = weight.part([tile], lambda face: face[0])
     matrix._at = index - (tile.start - weight._tiles[0].start)
@@ -358,6 +370,8 @@ def _select(weight: Any, index: Any) -> Any:
 def _transpose(weight: Any, first: int, second: int) -> Any:
     if not isinstance(weight, TiledWeight) or weight.dim() != 3 or {first, second} != {-2, -1}:
         return NotImplemented
+    if all(map(is_program_s, weight.tiles)) and id(weight) not in _selected():
+        return NotImplemented  # a view of memory
     transposed = weight.part(weight._tiles, lambda face: face.transpose(-2, -1))
     transposed._is_transposed = not weight._is_transposed
     return transposed

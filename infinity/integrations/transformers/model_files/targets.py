@@ -9,8 +9,8 @@ from torch import nn
 
 import infinity
 from infinity.model import training_of
-from infinity.tiling.tile import joined_of
 from infinity.tiling.weight import TiledWeight
+from infinity.tiling.wholes import joined_of
 from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
 
 Target = CheckpointTensor | torch.Tensor
