@@ -13,6 +13,7 @@ from infinity.parameters.compiled import is_compiled, is_wrapper
 from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import OffloadedParameter, cannot_be_copied
 from infinity.parameters.offloaded.placeholders import check_not_transformed
+from infinity.tiling.weight import TiledWeight
 from swap.interruptions.undo import Undo
 
 _AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"
@@ -141,24 +142,38 @@ class WatchedParameters(dict[str, Any]):
     """A module's parameters; looking one up by name makes its weights resident. They can be neither
     replaced nor removed, but inside forward, for as long as they have a parametrization (PEFT gives
     experts one there): it has them then.
+
+    Of what is in tiles it knows the names alone: what stands for it is among the ``attributes`` of
+    the module.
     """
 
-    def __init__(self, parameters: dict[str, Any], host: _Host) -> None:
+    def __init__(
+        self, parameters: dict[str, Any], host: _Host, attributes: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(parameters)
         self._host = host
+        self._attributes = {} if attributes is None else attributes
+        self._tiled = _in_tiles(self._attributes)
         self._parametrized: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
+        if name in self._tiled:
+            return self._tiled[name]
         parameter = super().__getitem__(name)
         if isinstance(parameter, OffloadedParameter):
             self._host.visit(parameter.offload_index)
         return parameter
 
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._tiled
+
     def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._tiled:  # torch has taken it out of the attributes
+            self._attributes[name] = self._tiled[name]
         if value is self._parametrized.get(name, self):
             super().__setitem__(name, value)
             del self._parametrized[name]
-        elif value is not dict.get(self, name):
+        elif value is not self._tiled.get(name, dict.get(self, name)):
             raise RuntimeError(
                 f"{self._full_name(name)} cannot be replaced while the model is offloaded; change "
                 "its values inside `with offloaded.gathered([parameter], modify=True)`, or replace "
@@ -167,7 +182,7 @@ class WatchedParameters(dict[str, Any]):
             )
 
     def __delitem__(self, name: str) -> None:
-        if self._host.is_computing and name in self:
+        if self._host.is_computing and super().__contains__(name):
             self._parametrized[name] = dict.get(self, name)
             super().__delitem__(name)
             return
@@ -178,6 +193,8 @@ class WatchedParameters(dict[str, Any]):
 
     def _full_name(self, name: str) -> str:
         """Of a parameter that is here now; a new one has no other than its own."""
+        if name in self._tiled:
+            return self._tiled[name]._name
         parameter = dict.get(self, name)
         if isinstance(parameter, OffloadedParameter):
             return parameter.offload_owner.name_of(parameter.offload_index)
@@ -196,9 +213,9 @@ class Watched:
     def begin(self, model: nn.Module, host: _Host) -> None:
         """Every module of ``model`` that has parameters."""
         for module in model.modules():
-            if module._parameters:
+            if module._parameters or _in_tiles(vars(module)):
                 self._modules.append((module, module._parameters))
-                module._parameters = WatchedParameters(module._parameters, host)
+                module._parameters = WatchedParameters(module._parameters, host, vars(module))
 
     def end_of(self, modules: Collection[nn.Module]) -> None:
         """These are not watched any more. Idempotent."""
@@ -211,6 +228,10 @@ class Watched:
         while self._modules:
             _give_back(*self._modules[-1])
             self._modules.pop()
+
+
+def _in_tiles(attributes: dict[str, Any]) -> dict[str, TiledWeight]:
+    return {name: value for name, value in attributes.items() if isinstance(value, TiledWeight)}
 
 
 def _give_back(module: nn.Module, parameters: dict[str, Any]) -> None:

@@ -1,9 +1,5 @@
-"""What a layer and its parameters have beside values (attributes, hooks, buffers, gradients): what
-of it a ``TiledLinear`` in the layer's place can have as well, and what it cannot.
-
-Buffers are in one dictionary for both. The dictionaries of hooks that a program fills inside the
-block pass to the layer with it, so that handles still remove them. Everything here can be done
-again after an interrupt.
+"""What a parameter has beside values (attributes, a gradient), cut with it; and gradients that come
+to what stands for it.
 """
 
 from __future__ import annotations
@@ -17,73 +13,29 @@ from torch import nn
 
 from infinity.parameters.offloaded.assigned import when_flagged
 from infinity.parameters.offloaded.placeholders import as_they_are, refusal_past_tiles
-
-_FORWARD_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks"),
-)
-_STATE_HOOKS = (
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
-_OWN = frozenset(
-    vars(nn.Linear(1, 1, device="meta")) | {"forward": None, "has_bias": None, "faces": None}
-) - {"_is_full_backward_hook"}
-"""Of every layer, or made anew for what stands for it."""
+from infinity.tiling.tile import RowRange
 
 
-def reason_against(layer: nn.Linear) -> str | None:
-    """What ``layer`` has that tiles in its place would lack; None if that is nothing."""
-    if "forward" in vars(layer) or any(
-        getattr(layer, hooks) for hooks in (*_FORWARD_HOOKS, *_STATE_HOOKS)
-    ):
-        return "of a layer with hooks or a forward of its own"
-    if layer._modules or layer._parameters.keys() - {"weight", "bias"}:
-        return "of a layer with more than a weight and a bias"
-    reasons = map(reason_against_parameter, layer.parameters(recurse=False))
-    return next((f"of a layer {reason}" for reason in reasons if reason is not None), None)
+def rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
+    """A tile: those rows, where they lie if that is contiguous, and what programs gave them."""
+    start, stop = rows
+    # Not detach(): a change of one tile would count as one of all.
+    tile = nn.Parameter(parameter.data[start:stop].contiguous(), parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        is_cut = isinstance(value, torch.Tensor) and _has_rows_of(value, parameter)
+        vars(tile)[name] = value[start:stop] if is_cut else value
+    return tile
 
 
-def reason_against_parameter(parameter: torch.Tensor) -> str | None:
-    """What ``parameter`` has that cannot be cut with it, as what is said of a layer."""
-    hooked: Any = parameter
-    if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
-        return "whose parameters have hooks"
-    gradient = parameter.grad
-    if gradient is not None and (
-        gradient.layout != torch.strided or gradient.dtype != parameter.dtype
-    ):
-        return "with a gradient that is sparse or of another dtype"
-    return None
+def _has_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an attribute (a mask, say) is of each element of ``parameter``, or of each row."""
+    return value.dim() == parameter.dim() and value.shape[:1] == parameter.shape[:1]
 
 
-def share(layer: nn.Linear, tiled: nn.Module) -> None:
-    """Let ``tiled`` have what ``layer`` has and tiles have not."""
-    for name in _BUFFERS:
-        vars(tiled)[name] = vars(layer)[name]
-    _copy_attributes(layer, tiled)
-
-
-def give_back(layer: nn.Linear, tiled: nn.Module) -> None:
-    """Let ``layer`` have what became of that, and the hooks on ``tiled``."""
-    for name in _FORWARD_HOOKS:
-        vars(layer)[name] = vars(tiled)[name]
-    _copy_attributes(tiled, layer)
-
-
-def _copy_attributes(source: nn.Module, target: nn.Module) -> None:
-    for name in vars(target).keys() - vars(source).keys() - _OWN:
-        vars(target).pop(name, None)
-    vars(target).update({name: vars(source)[name] for name in vars(source).keys() - _OWN})
-
-
-def cut_gradient(
-    gradient: torch.Tensor, parameter: torch.Tensor, rows: list[tuple[Any, tuple[int, int]]]
-) -> None:
-    """Give the tiles of a parameter, with their rows, the ``gradient`` that it has."""
-    for tile, (start, stop) in rows:
+def cut_gradient(parameter: torch.Tensor, tiles: Sequence[tuple[Any, RowRange]]) -> None:
+    """Give the tiles of a ``parameter``, with their rows, the gradient that it has."""
+    gradient: Any = parameter.grad
+    for tile, (start, stop) in tiles:
         tile.grad = gradient[start:stop]
     parameter.grad = None
 

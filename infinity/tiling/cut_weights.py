@@ -1,75 +1,93 @@
-"""Parameters that are cut into tiles where they are: the modules that have them stay, with a
-``TiledWeight`` in the place of the parameter, and the tiles as a child.
+"""A parameter that is cut into tiles where it is: the modules that have it stay, with a
+``TiledWeight`` in its place, and the tiles as a child.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
-from infinity.tiling.belongings import reason_against_parameter, watch_arrivals
-from infinity.tiling.groups import touch
-from infinity.tiling.joining import Cut, StateDictHooks
+from infinity.tiling.belongings import cut_gradient, rows_of_parameter, watch_arrivals
+from infinity.tiling.cuttable import Owner
+from infinity.tiling.groups import begin_computing, end_computing, touch
+from infinity.tiling.state_dicts import StateDictHooks
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
-from infinity.tiling.tiled_linear import rows_of, rows_of_parameter
-from infinity.tiling.weight import TiledWeight, begin_computing, end_computing
-
-Owner = tuple[str, nn.Module, str]
-"""What the model calls a module, the module, and what that calls a parameter."""
-_PACKED = "in_proj_weight"
-_PROJECTIONS = (_PACKED, "q_proj_weight", "k_proj_weight", "v_proj_weight")
-"""Of ``nn.MultiheadAttention``; the first has those of query, key and value."""
-_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
-"""Stacks of matrices, of what transformers calls experts."""
+from infinity.tiling.weight import TiledWeight
+from infinity.tiling.wholes import lie_as_cut
 
 
-class CutWeight(Cut):
-    """One parameter in ``num_tiles`` tiles, for all ``owners`` that have it."""
+@dataclass(slots=True, eq=False)
+class _Joining:
+    """``whole`` has the rows of so many tiles, on the way out."""
+
+    whole: torch.Tensor
+    num_tiles: int = 0
+
+
+class CutWeight:
+    """One parameter in tiles of these ``rows``, for all ``owners`` that have it, with the names of
+    all parameters of each, in their order.
+
+    ``dtype`` and ``device``: those to compute with. ``stride``: of the parameter as it was, with
+    which it returns; None: contiguous.
+    """
 
     def __init__(
         self,
-        owners: Sequence[Owner],
-        num_tiles: int,
+        owners: Sequence[tuple[Owner, Sequence[str]]],
+        rows: Sequence[RowRange],
         dtype: torch.dtype,
         device: torch.device,
         *,
+        stride: Sequence[int] | None,
         is_partitioned: bool,
     ) -> None:
-        (prefix, self._first, self._own_name), *_ = owners
-        super().__init__(f"{prefix}.{self._own_name}" if prefix else self._own_name)
-        self._places = [(module, own) for _, module, own in owners]
-        self._orders = [list(module._parameters) for module, _ in self._places]
-        parameter = self._first._parameters[self._own_name]
-        assert parameter is not None
+        ((prefix, self._first, own_name), _), *_ = owners
+        self.name = f"{prefix}.{own_name}" if prefix else own_name
+        self._places = [(module, own) for (_, module, own), _ in owners]
+        self._orders = [order for _, order in owners]
+        parameter: Any = self._first._parameters[own_name]
         self._parameter = parameter
-        self._tiles = [
-            Tile(self._own_name, rows_of_parameter(parameter, rows), rows)
-            for rows in rows_of(parameter.shape[0], num_tiles)
-        ]
-        self._face: Any = weight_of(
-            self._tiles, self.name, parameter, dtype, device, is_partitioned=is_partitioned
+        self._tiles = [Tile(own_name, rows_of_parameter(parameter, part), part) for part in rows]
+        self._dtype, self._device, self._stride = dtype, device, stride
+        self._is_partitioned = is_partitioned
+        self._face = TiledWeight.of(
+            self._tiles, self.name, self._placeholder(), is_partitioned=is_partitioned
         )
-
+        watch_arrivals(self._face, self.name, self._face.tiles)
         self._hooks = [
-            StateDictHooks(module, {name: self._face.whole}, self._tiles)
-            for module, name in self._places
+            StateDictHooks(module, own, self._tiles, parameter.shape, order[: order.index(own)])
+            for (module, own), order in zip(self._places, self._orders, strict=True)
         ]
+        self._joining: _Joining | None = None
+        self._gradient: torch.Tensor | None = None
+        """That which the parameter came with."""
 
-    def pairs(self) -> Iterator[tuple[Any, list[tuple[Any, RowRange]]]]:
-        yield (
-            self._parameter,
-            [(tile.parameter, (tile.start, tile.stop)) for tile in self._tiles],
-        )
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What is cut."""
+        found: nn.Parameter = self._parameter
+        return found
 
-    def standing(self) -> Iterator[tuple[Any, str, list[Tile]]]:
-        yield self._parameter, self.name, self._tiles
+    @property
+    def tiles(self) -> Sequence[Tile]:
+        """In the order of their rows."""
+        return self._tiles
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether tiles have no values that the whole should have."""
+        if self._joining is not None or self._parameter.is_meta:
+            return False
+        return any(tile.parameter.is_meta for tile in self._tiles)
 
     def replace(self) -> None:
+        """Put the tiles into the model; ``restore`` undoes it, also if this was interrupted."""
         for module, own in self._places:  # each has the tiles: ``parameters()`` of any gives them
             tiles = TileList([*self._others(module), *self._tiles])
             module._modules[CHILD] = tiles.train(module.training)
@@ -81,15 +99,49 @@ class CutWeight(Cut):
             self._first.register_forward_pre_hook(self._begin)
             self._first.register_forward_hook(self._touch, always_call=True)
 
+    def hand_over(self) -> None:
+        """The tiles have the gradient and the memory of the parameter from now on, and this, which
+        programs may have in lists of their own, stands for the tiles.
+        """
+        parameter, tiles = self._parameter, [tile.parameter for tile in self._tiles]
+        if parameter.grad is not None:
+            self._gradient = parameter.grad
+            cut_gradient(parameter, [(tile.parameter, tile.rows) for tile in self._tiles])
+        if not parameter.is_meta:
+            parameter.data = self._placeholder()
+        watch_arrivals(parameter, self.name, tiles)
+        parameter._tiles, parameter._name = self._tiles, self.name
+        parameter._is_partitioned = self._is_partitioned
+        for tile in tiles:
+            vars(tile)["tile_of"] = self.name  # what is lent is lent as one
+        parameter._is_param = True  # what makes it an instance of nn.Parameter
+        is_absent, parameter.__class__ = parameter.is_meta, TiledWeight
+        if not is_absent:
+            self._face = parameter
+            for module, own in self._places:
+                vars(module)[own] = parameter
+
+    def give_back(self) -> None:
+        """The parameter returns with what the tiles hold; those are emptied one by one. Can be
+        called again after an interrupt.
+        """
+        parameter = self._parameter
+        self._stand_alone()
+        parameter.requires_grad_(any(tile.parameter.requires_grad for tile in self._tiles))
+        if not parameter.is_meta:
+            if self._joining is None:
+                self._joining = self._begin_joining()
+            self._join(self._joining)
+            parameter.data = self._joining.whole
+        if any(tile.parameter.grad is not None for tile in self._tiles):  # nothing has used it
+            parameter.grad = self._gradient
+        self.restore()
+
     def restore(self) -> None:
+        """Put the parameter, which has its values, back. Idempotent."""
         for hooks in self._hooks:
             hooks.detach()
-        for table in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks = getattr(self._first, table)
-            for number, hook in list(hooks.items()):
-                if getattr(hook, "__self__", None) is self:
-                    del hooks[number]
-                    self._first._forward_hooks_always_called.pop(number, None)
+        self._remove_forward_hooks()
         for (module, own), order in zip(self._places, self._orders, strict=True):
             vars(module).pop(own, None)
             now = {**module._parameters, own: self._parameter}
@@ -103,6 +155,38 @@ class CutWeight(Cut):
             else:
                 module._modules.pop(CHILD, None)
 
+    def _placeholder(self) -> torch.Tensor:
+        refusal = refusal_of_tiled(self.name)
+        return placeholder(self._parameter.shape, self._dtype, self._device, refusal)
+
+    def _stand_alone(self) -> None:
+        """Undo what ``hand_over`` made of the parameter. Idempotent."""
+        parameter = self._parameter
+        parameter.__class__ = nn.Parameter
+        arrivals = vars(parameter).get("_arrivals")
+        if arrivals is not None:
+            arrivals.remove()
+            parameter.grad = None  # of what was frozen inside, and reached no tile
+        for name in TiledWeight.OWN:
+            vars(parameter).pop(name, None)
+
+    def _begin_joining(self) -> _Joining:
+        """Where the tiles lie if they were never offloaded, or new memory for them."""
+        shape, tiles = self._parameter.shape, [tile.parameter for tile in self._tiles]
+        first = tiles[0].detach()
+        if lie_as_cut(tiles):
+            whole = first.as_strided(shape, first.stride(), first.storage_offset())
+            return _Joining(whole, num_tiles=len(tiles))
+        stride = self._stride or torch.empty(shape, device="meta").stride()
+        whole = torch.empty_strided(shape, stride, dtype=first.dtype, device=first.device)
+        return _Joining(whole)
+
+    def _join(self, joining: _Joining) -> None:
+        for tile in self._tiles[joining.num_tiles :]:
+            joining.whole[tile.start : tile.stop].copy_(tile.parameter.detach())
+            joining.num_tiles += 1
+            tile.parameter.data = tile.parameter.detach().new_empty(0)
+
     def _begin(self, module: nn.Module, args: Any) -> None:
         begin_computing(self._face)
 
@@ -113,72 +197,16 @@ class CutWeight(Cut):
         is_trained = isinstance(output, torch.Tensor) and output.requires_grad
         return touch(output, self._tiles) if is_trained else output
 
+    def _remove_forward_hooks(self) -> None:
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            table = getattr(self._first, name)
+            for number, hook in list(table.items()):
+                if getattr(hook, "__self__", None) is self:
+                    del table[number]
+                    self._first._forward_hooks_always_called.pop(number, None)
+
     def _others(self, module: nn.Module) -> list[Tile]:
         """Tiles of other parameters of the same ``module``."""
         tiles = module._modules.get(CHILD)
         found = [*tiles] if isinstance(tiles, TileList) else []
         return [tile for tile in found if isinstance(tile, Tile) and tile not in self._tiles]
-
-
-def weight_of(
-    tiles: Sequence[Tile],
-    name: str,
-    whole: torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_partitioned: bool,
-) -> TiledWeight:
-    """What stands for ``whole``, the parameter ``name``, while the tiles have its rows."""
-    face = placeholder(whole.shape, dtype, device, refusal_of_tiled(name))
-    weight = TiledWeight.of(tiles, name, face, is_partitioned=is_partitioned)
-    watch_arrivals(weight, name, weight.tiles)
-    return weight
-
-
-def reason_against(
-    owners: Sequence[Owner], parameter: nn.Parameter, *, is_partitioned: bool
-) -> str | None:
-    """Why the parameter cannot be cut where it is; None if it can."""
-    for name, module, own in owners:
-        reason = _reason_against_use(module, own, is_partitioned=is_partitioned)
-        if reason is not None:
-            names = " and ".join(name for name, *_ in owners)
-            tied = f"tied: {names} share it, and {name} is {reason}"
-            return tied if len(owners) > 1 else f"of {reason}"
-    if type(parameter) is not nn.Parameter:
-        return f"a {type(parameter).__name__}, which is not nn.Parameter itself"
-    reason = reason_against_parameter(parameter)
-    return reason and f"of a layer {reason}"
-
-
-def _reason_against_use(module: nn.Module, own: str, *, is_partitioned: bool) -> str | None:
-    """What kind of module cannot do with tiles in the place of its parameter ``own``."""
-    kind = type(module).__name__
-    what = f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
-    if "forward" in vars(module):
-        return f"{what} with a forward of its own"
-    if hasattr(module, CHILD):
-        return f"{what} that has something called {CHILD!r}"
-    if isinstance(module, nn.Embedding) and own == "weight":
-        if module.max_norm is not None:
-            return f"{what} with max_norm, which changes rows as it looks them up"
-        return f"{what} with sparse=True" if module.sparse else None
-    if type(module) in (nn.Linear, NonDynamicallyQuantizableLinear) and own == "weight":
-        return None
-    if type(module) is nn.MultiheadAttention and own in _PROJECTIONS:
-        return None
-    if own in _OF_EXPERTS and {"has_gate", "is_transposed", "config"} <= vars(module).keys():
-        how = getattr(module.config, "_experts_implementation", None)
-        by_one = how == "eager" or how is None
-        if how == "grouped_mm" or (by_one and not is_partitioned and not module.is_transposed):
-            return None
-        where = " over ranks" if by_one and is_partitioned else ""
-        return f"{what} with experts_implementation={how!r}{where}"
-    return f"{what}, which is none of nn.Linear, nn.Embedding and nn.MultiheadAttention"
-
-
-def whole_parts_of(owners: Sequence[Owner]) -> int:
-    """The number of tiles is a multiple of this, so that what a module takes apart are tiles."""
-    packed = any(type(m) is nn.MultiheadAttention and own == _PACKED for _, m, own in owners)
-    return 3 if packed else 1

@@ -7,6 +7,7 @@ has in a stack that is not in tiles: to an optimizer that is not the same as non
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,27 @@ from infinity.tiling.wholes import VersionsOf
 
 Span = tuple[int, int, int]
 """A matrix of a tile, and the first row and the row after the last that are for it."""
+
+
+_here = threading.local()
+
+
+def selected() -> dict[int, bool]:
+    """Of the stacks whose modules compute on this thread, by their ``id``, whether single matrices
+    were taken.
+    """
+    found: dict[int, bool] = vars(_here).setdefault("selected", {})
+    return found
+
+
+def begin_computing(stack: object) -> None:
+    """Its module computes with it on this thread."""
+    selected()[id(stack)] = False
+
+
+def end_computing(stack: object) -> bool:
+    """That has ended. Returns whether it took single matrices. Idempotent."""
+    return selected().pop(id(stack), False)
 
 
 def multiply_groups(

@@ -18,6 +18,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from infinity.tiling.deferred import DeferredGradient
@@ -33,6 +34,12 @@ class Rows:
     scale_by_frequency: bool
     fetches_all: bool
     """Whether tiles that no index asks for are fetched, too."""
+
+
+def is_usual(x: Any) -> bool:
+    """Whether tiles serve this operand: others, and forward derivatives, take the whole."""
+    is_dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+    return is_dense and not x.is_meta and forward_ad._current_level < 0
 
 
 def look_up(tiles: Sequence[Tile], indices: torch.Tensor, how: Rows) -> torch.Tensor:

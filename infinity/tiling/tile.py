@@ -37,6 +37,11 @@ class Tile(nn.Module):
         assert found is not None
         return found
 
+    @property
+    def rows(self) -> RowRange:
+        """Which it has."""
+        return self.start, self.stop
+
     def extra_repr(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.tiling.belongings import rows_of_parameter
 from infinity.tiling.tile import RowRange, refused_as_whole
 from swap.tiers import check_count, parse_bytes
 
@@ -71,8 +72,6 @@ class TiledLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.has_bias = bias
-        self.faces: dict[str, torch.Tensor] = {}
-        """What ``weight`` and ``bias`` are while the tiles are offloaded."""
         self.tiles = nn.ModuleList(
             nn.Linear(in_features, stop - start, bias, device=device, dtype=dtype)
             for start, stop in rows_of(out_features, tiles)
@@ -122,27 +121,21 @@ class TiledLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """All rows, put together anew at every access; gradients flow to the tiles. In an offload
-        block what stands for them, see ``TiledWeight``.
-        """
-        return self.faces["weight"] if "weight" in self.faces else self._joined("weight")
+        """All rows, put together anew at every access; gradients flow to the tiles."""
+        return self._joined("weight")
 
     @property
     def bias(self) -> torch.Tensor | None:
         """As ``weight``; None without a bias."""
-        if not self.has_bias:
-            return None
-        return self.faces["bias"] if "bias" in self.faces else self._joined("bias")
+        return self._joined("bias") if self.has_bias else None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("weight", "bias"):
-            super().__setattr__(name, value)
-        elif value is None or value is not self.faces.get(name):  # as after ``layer.weight += x``
+        if name in ("weight", "bias"):
             raise RuntimeError(
-                f"the {name} of a layer in tiles cannot be replaced; change its values in place, "
-                "when the model is offloaded inside `with offloaded.gathered([parameter], "
-                "modify=True):`, or compute with other weights by functions (F.linear)"
+                f"the {name} of a TiledLinear is put together of its tiles and cannot be replaced; "
+                "change the values of these in place"
             )
+        super().__setattr__(name, value)
 
     def _joined(self, name: str) -> torch.Tensor:
         return torch.cat([getattr(tile, name) for tile, _ in self.rows()])
@@ -162,22 +155,6 @@ class TiledLinear(nn.Module):
 def _linear(tile: nn.Module) -> nn.Linear:
     assert isinstance(tile, nn.Linear)
     return tile
-
-
-def rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
-    """A tile: those rows, where they lie if that is contiguous, and what programs gave them."""
-    start, stop = rows
-    # Not detach(): a change of one tile would count as one of all.
-    tile = nn.Parameter(parameter.data[start:stop].contiguous(), parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        is_cut = isinstance(value, torch.Tensor) and _has_rows_of(value, parameter)
-        vars(tile)[name] = value[start:stop] if is_cut else value
-    return tile
-
-
-def _has_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether an attribute (a mask, say) is of each element of ``parameter``, or of each row."""
-    return value.dim() == parameter.dim() and value.shape[:1] == parameter.shape[:1]
 
 
 def _split_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -8,7 +8,6 @@ budget, with a warning. Inside ``gathered`` the whole is where the tiles are, an
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -29,8 +28,8 @@ from infinity.parameters.offloaded.placeholders import (
 )
 from infinity.tiling.belongings import OF_GRADIENT, asks_for_node
 from infinity.tiling.gradient import GradientOfTiles
-from infinity.tiling.groups import multiply_groups
-from infinity.tiling.pieces import Rows, attention, look_up, multiply, multiply_with_one
+from infinity.tiling.groups import multiply_groups, selected
+from infinity.tiling.pieces import Rows, attention, is_usual, look_up, multiply, multiply_with_one
 from infinity.tiling.tile import Tile
 from infinity.tiling.wholes import (
     check_own_data,
@@ -269,25 +268,9 @@ def _is_cut_off(args: Any, kwargs: Any) -> bool:
 
 # The functions that take it tile by tile.
 
-_here = threading.local()
-"""``selected``: of the weights whose modules compute on this thread, by ``id``, whether single
-matrices of it were taken.
-"""
 
-
-def _selected() -> dict[int, bool]:
-    found: dict[int, bool] = vars(_here).setdefault("selected", {})
-    return found
-
-
-def begin_computing(weight: TiledWeight) -> None:
-    """The module of ``weight``, a stack of matrices, computes with it on this thread."""
-    _selected()[id(weight)] = False
-
-
-def end_computing(weight: TiledWeight) -> bool:
-    """That has ended. Returns whether it took single matrices. Idempotent."""
-    return _selected().pop(id(weight), False)
+def _is_operand(x: Any) -> bool:
+    return is_usual(x) and not isinstance(x, TiledWeight)
 
 
 def _embedding(
@@ -299,7 +282,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if not isinstance(weight, TiledWeight) or isinstance(input, TiledWeight):
+    if not isinstance(weight, TiledWeight) or not _is_operand(input):
         return NotImplemented
     if max_norm is not None or sparse or weight._tiles[0].start:
         return NotImplemented
@@ -316,9 +299,10 @@ def _linear(
     weight: Any,
     bias: torch.Tensor | None = None,
 ) -> Any:
-    is_ours = isinstance(weight, TiledWeight) and not isinstance(input, TiledWeight)
-    is_ours = is_ours and not torch._C._are_functorch_transforms_active()
-    if not is_ours or isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
+    is_ours = isinstance(weight, TiledWeight) and _is_operand(input)
+    if not is_ours or torch._C._are_functorch_transforms_active():
+        return NotImplemented
+    if isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
         return NotImplemented
     kind = input.device.type
     autocast = torch.is_autocast_enabled(kind) and input.dtype.is_floating_point
@@ -355,12 +339,12 @@ def _select(weight: Any, index: Any) -> Any:
     is_one = isinstance(index, int) or (
         isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype != torch.bool
     )
-    if not is_one or not isinstance(weight, TiledWeight) or id(weight) not in _selected():
+    if not is_one or not isinstance(weight, TiledWeight) or id(weight) not in selected():
         return NotImplemented
     if weight.dim() != 3 or not -len(weight) <= int(index) < len(weight):
         return NotImplemented
     index = int(index) % len(weight)
-    _selected()[id(weight)] = True
+    selected()[id(weight)] = True
     (tile,) = (tile for tile, rows in weight._rows() if rows.start <= index < rows.stop)
     matrix = weight.part([tile], lambda face: face[0])
     matrix._at = index - (tile.start - weight._tiles[0].start)
@@ -370,7 +354,7 @@ def _select(weight: Any, index: Any) -> Any:
 def _transpose(weight: Any, first: int, second: int) -> Any:
     if not isinstance(weight, TiledWeight) or weight.dim() != 3 or {first, second} != {-2, -1}:
         return NotImplemented
-    if all(map(is_program_s, weight.tiles)) and id(weight) not in _selected():
+    if all(map(is_program_s, weight.tiles)) and id(weight) not in selected():
         return NotImplemented  # a view of memory
     transposed = weight.part(weight._tiles, lambda face: face.transpose(-2, -1))
     transposed._is_transposed = not weight._is_transposed
@@ -384,7 +368,7 @@ def _grouped(
     bias: Any = None,
     out_dtype: Any = None,
 ) -> Any:
-    is_ours = isinstance(weight, TiledWeight) and not isinstance(x, TiledWeight)
+    is_ours = isinstance(weight, TiledWeight) and _is_operand(x)
     if not is_ours or x.dim() != 2 or offs is None or bias is not None or out_dtype is not None:
         return NotImplemented
     return multiply_groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import infinity
-from tests.support.training import WHOLE
+from tests.support.models import is_in_tiles
+from tests.support.training import WHOLE, same_values
 
 BOUND = 256 * 1024
 WIDTH, INNER = 256, 600
@@ -52,20 +54,16 @@ def _hook(model: Any) -> None:
     model.up.weight.register_hook(lambda gradient: gradient * 0)
 
 
-def _hook_bias(model: Any) -> None:
-    model.up.bias.register_post_accumulate_grad_hook(lambda _: None)
-
-
-def _hook_state(model: Any) -> None:
-    model.up.register_state_dict_post_hook(lambda *_: None)
-
-
 def _sparse_gradient(model: Any) -> None:
     model.up.weight.grad = torch.eye(INNER, WIDTH).to_sparse()
 
 
-def _submodule(model: Any) -> None:
-    model.up.extra = nn.Identity()
+def _forward(model: Any) -> None:
+    model.up.forward = functools.partial(nn.Linear.forward, model.up)
+
+
+def _child(model: Any) -> None:
+    model.up.tiles = nn.Identity()
 
 
 def _old_norm(model: Any) -> None:
@@ -75,23 +73,40 @@ def _old_norm(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_old_norm, "the weight_orig of Linear"),
-        (_hook, "parameters have hooks"),
-        (_hook_bias, "parameters have hooks"),
-        (_hook_state, "hooks or a forward"),
+        (_old_norm, "of a Linear, which is cut by its weight alone"),
+        (_hook, "a parameter with hooks"),
         (_sparse_gradient, "sparse or of another dtype"),
-        (_submodule, "more than a weight and a bias"),
+        (_forward, "of a Linear with a forward of its own"),
+        (_child, "of a Linear that has something called 'tiles'"),
     ],
 )
-def test_a_layer_whose_belongings_cannot_be_cut_stays_whole(
+def test_a_layer_that_cannot_be_cut_stays_whole(
     change: Callable[[Any], None], reason: str, nvme: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Net()
     change(model)
     with caplog.at_level(logging.WARNING), offload(model, nvme):
-        assert isinstance(model.up, nn.Linear)
-        assert isinstance(model.down, infinity.TiledLinear)
+        assert not is_in_tiles(model.up)
+        assert is_in_tiles(model.down)
     assert reason in caplog.text
+
+
+def test_modules_are_initialised_as_without_tiles(nvme: Path) -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.constant_(module.bias, 0.5)
+
+    found = []
+    for bound in (None, BOUND):
+        model = Net()
+        with offload(model, nvme, max_parameter_bytes=bound) as offloaded:
+            torch.manual_seed(1)
+            with offloaded.gathered(modify=True):
+                model.apply(init)
+                model.down.reset_parameters()
+        found.append(model.state_dict())
+    assert same_values(*found)
 
 
 def test_gradients_brought_to_a_tiled_layer_are_accumulated_to(nvme: Path) -> None:
@@ -130,7 +145,8 @@ def test_what_a_program_does_to_a_tiled_layer_outlasts_the_block(nvme: Path) -> 
     model.up.register_buffer("scale", torch.ones(3))
     calls: list[int] = []
     with offload(model, nvme):
-        assert kind(model.up) is infinity.TiledLinear
+        assert kind(model.up) is nn.Linear
+        assert is_in_tiles(model.up)
         assert (model.up.note, model.up.scale.tolist()) == ("before", [1.0] * 3)
         model.up.note = "after"
         del model.up.scale
@@ -165,7 +181,7 @@ def test_attributes_with_the_rows_of_a_weight_are_cut_with_it(nvme: Path) -> Non
     model.up.weight.mask = mask = torch.rand(INNER, WIDTH) < 0.5
     model.up.weight.rate = rate = torch.randint(2, (INNER, 1)).float()
     with offload(model, nvme, optimizer=lambda p: Masked(p, lr=1.0)) as offloaded:
-        assert isinstance(model.up, infinity.TiledLinear)
+        assert is_in_tiles(model.up)
         loss(model).backward()
         offloaded.step()
     changed = model.up.weight.detach() != before

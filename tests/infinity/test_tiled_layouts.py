@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.support.models import Stack, seeded
+from tests.support.models import Stack, is_in_tiles, seeded
 from tests.support.training import least_budget, same_bits, values_of
 
 BOUND = 256 * 1024
@@ -41,7 +41,7 @@ def test_tiled_weights_come_back_as_they_were(name: str, nvme: Path) -> None:
             nullcontext() if host_memory == least else pytest.raises(infinity.BudgetError),
             infinity.offload(model, nvme, host_memory=host_memory, max_parameter_bytes=BOUND),
         ):
-            assert isinstance(model.layers[1], infinity.TiledLinear)
+            assert is_in_tiles(model.layer(1))
         assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
         if "transposed" in name:
             assert model.layer(1).weight.stride() == stride

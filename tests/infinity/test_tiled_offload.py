@@ -14,6 +14,7 @@ import infinity
 from infinity import TiledLinear
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import Tiling
+from tests.support.models import is_in_tiles
 from tests.support.proof import by_turns, matrix
 from tests.support.training import same_values, values_of
 
@@ -88,7 +89,7 @@ def test_tiled_model_in_offload_is_that_of_plain_modules(tmp_path: Path) -> None
         found = {n: offloaded.gradient(p) for n, p in model.named_parameters()}
     plain = make_net()
     with Tiling(plain, records_of(plain, None), BOUND, None):
-        assert isinstance(plain.up, TiledLinear)
+        assert is_in_tiles(plain.up)
         plain_loss = plain(tokens(0)).square().mean()
         plain_loss.backward()
         assert torch.equal(loss, plain_loss)
@@ -125,8 +126,11 @@ def test_leaving_gives_the_same_layers_with_the_same_parameters_trained(tmp_path
     with infinity.offload(
         model, tmp_path, host_memory=AMPLE, max_parameter_bytes=BOUND
     ) as offloaded:
-        assert isinstance(model.up, TiledLinear)
-        assert isinstance(model.middle, TiledLinear)
+        assert is_in_tiles(model.up)
+        assert is_in_tiles(model.middle)
+        assert list(map(id, model.modules()))[:2] == list(map(id, layers))[:2]
+        assert model.up.weight is parameters["up.weight"]
+        assert isinstance(model.up.weight, nn.Parameter)
         train(model, offloaded, range(2))
         model.eval()
         with offloaded.gathered():
@@ -289,10 +293,10 @@ def test_what_cannot_be_tiled_stays_whole_with_one_warning(
     class Twice(nn.Linear):
         pass
 
-    model = nn.Sequential(
+    model: Any = nn.Sequential(
         nn.Linear(300, 300), Twice(300, 300), nn.Linear(300, 300), nn.Bilinear(1, 300, 300)
     )
-    model[2].register_forward_hook(lambda *_: None)
+    model[2].weight.register_hook(lambda _: None)
     model[3].weight = nn.Parameter(torch.ones(300, 1, 300))
     model.append(Twice(300, 300))
     model[4].weight = model[0].weight
@@ -300,25 +304,24 @@ def test_what_cannot_be_tiled_stays_whole_with_one_warning(
         caplog.at_level(logging.WARNING),
         infinity.offload(model, tmp_path, host_memory=AMPLE, max_parameter_bytes=BOUND),
     ):
-        assert not any(isinstance(module, TiledLinear) for module in model.modules())
+        assert not any(map(is_in_tiles, model.modules()))
     (record,) = caplog.records
     text = record.getMessage()
     other = "a Twice, which is none of nn.Linear, nn.Embedding and nn.MultiheadAttention"
     assert f"0.weight (351.56 KiB, tied: 0 and 4 share it, and 4 is {other})" in text
     assert f"1.weight (351.56 KiB, of {other})" in text
     assert "3.weight (351.56 KiB, of a Bilinear" in text
-    assert "2.weight (351.56 KiB, of a layer with hooks or a forward of its own)" in text
+    assert "2.weight (351.56 KiB, a parameter with hooks)" in text
 
 
-def test_layer_reached_by_an_old_reference_says_so(tmp_path: Path) -> None:
-    model = make_net()
-    old = model.up
-    with (
-        infinity.offload(model, tmp_path, host_memory=AMPLE, max_parameter_bytes=BOUND),
-        pytest.raises(RuntimeError, match="up is a TiledLinear while the model is offloaded"),
-    ):
-        old(torch.ones(1, 256))
-    assert old(torch.ones(1, 256)).shape == (1, 900)
+def test_layer_reached_by_an_old_reference_is_in_tiles(tmp_path: Path) -> None:
+    model: Any = make_net()
+    old, x = model.up, torch.ones(1, 256)
+    before = old(x)
+    with infinity.offload(model, tmp_path, host_memory=AMPLE, max_parameter_bytes=BOUND):
+        by_hand: Any = tile_by_hand(make_net())
+        assert torch.equal(old(x), by_hand.up(x))
+    assert torch.equal(old(x), before)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import infinity
@@ -126,6 +127,39 @@ def test_data_made_in_inference_mode_is_taken_as_any_other(nvme: Path) -> None:
             with offloaded.gathered([weight]):
                 assert weight.shape == (4096, WIDTH)
                 assert torch.allclose(weight, torch.tensor(4.0), atol=0.1)
+
+
+def _forward_derivative(layer: nn.Module) -> torch.Tensor:
+    with forward_ad.dual_level():
+        y = layer(forward_ad.make_dual(torch.ones(3, WIDTH), torch.full((3, WIDTH), 2.0)))
+        return torch.stack(forward_ad.unpack_dual(y))
+
+
+def _nested(layer: nn.Module) -> torch.Tensor:
+    rows = torch.nested.nested_tensor([torch.ones(2, WIDTH), torch.zeros(3, WIDTH)])
+    return torch.cat([*layer(rows).unbind()])
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:.torch.jit")
+@pytest.mark.parametrize(
+    "use",
+    [
+        _forward_derivative,
+        _nested,
+        lambda layer: layer(torch.ones(WIDTH)),
+        lambda layer: layer(torch.ones(0, WIDTH)),
+        lambda layer: layer(torch.eye(WIDTH).to_sparse()),
+    ],
+)
+def test_layers_take_what_they_take_without_tiles(
+    use: Callable[[nn.Module], torch.Tensor], nvme: Path
+) -> None:
+    found = []
+    for bound in (None, BOUND):
+        model = seeded(Net)
+        with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=bound):
+            found.append(use(model.wide).detach().clone())
+    assert torch.equal(*found)
 
 
 def _last_of_tiles(weight: Any) -> None:

@@ -57,6 +57,56 @@ def test_a_tied_model_in_tiles_is_loaded_by_safetensors(nvme: Path, tmp_path: Pa
     assert same_values(again.state_dict(), other.state_dict())
 
 
+class Converting:
+    """Hooks of a program: what an older version of a layer stored is turned round and scaled."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def put_on(self, layer: Any) -> None:
+        layer.register_load_state_dict_pre_hook(self._convert)
+        layer.register_state_dict_post_hook(lambda *args: self._mark(*args))
+        layer.register_load_state_dict_post_hook(
+            lambda _, keys: self.told.append([*keys.missing_keys])
+        )
+
+    def _convert(self, _: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        self.told.append([key for key in state if key.startswith(prefix)])
+        if f"{prefix}old" in state:
+            state[f"{prefix}weight"] = 2 * state.pop(f"{prefix}old").t()
+
+    def _mark(self, _: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+        self.told.append([key for key in state if key.startswith(prefix)])
+        state[f"{prefix}kept"] = state.pop(f"{prefix}weight").sum(1)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_hooks_of_a_program_have_the_whole(nvme: Path, layer: int, inside: bool) -> None:
+    """The layer is a table that shares its weight with a head, or a layer of its own."""
+    found = []
+    for bound in (BOUND, None):
+        model, hooks = seeded(make_tied), Converting()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        for index in {layer} | ({0, 2} - {layer} if layer != 1 else set()):
+            state[f"{index}.old"] = state.pop(f"{index}.weight").t() / 4
+        if not inside:
+            hooks.put_on(model[layer])
+        with infinity.offload(model, nvme, max_parameter_bytes=bound) as offloaded:
+            if inside:
+                hooks.put_on(model[layer])
+            with offloaded.gathered(modify=True):
+                keys = model.load_state_dict(state, strict=False)
+                stored = {name: value.clone() for name, value in model.state_dict().items()}
+        values = {name: value.detach().clone() for name, value in model.named_parameters()}
+        found.append((hooks.told, [*map(sorted, keys)], [*stored], stored, values))
+        model.load_state_dict(state, strict=False)
+        assert len(hooks.told) == 5
+    assert found[0][:3] == found[1][:3]
+    assert same_values(found[0][3], found[1][3])
+    assert same_values(found[0][4], found[1][4])
+
+
 def test_tiles_of_two_projections_with_one_name_are_loaded_each(nvme: Path) -> None:
     """The key projection of the second got the query projection of the second, too."""
 

@@ -259,15 +259,29 @@ def test_tables_that_tiles_cannot_serve_are_named(
 
 
 @pytest.mark.parametrize("value", [torch.ones(512, 256), nn.Parameter(torch.ones(512, 256)), None])
-def test_weight_of_a_linear_layer_in_tiles_cannot_be_replaced(
-    value: torch.Tensor | None, nvme: Path
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bound", [256 << 10, None], ids=["tiled", "untiled"])
+def test_weight_in_tiles_cannot_be_replaced(
+    bound: int | None, bias: bool, value: torch.Tensor | None, nvme: Path
 ) -> None:
-    model: Any = nn.Sequential(nn.Linear(256, 512))
-    options: dict[str, Any] = {"host_memory": "64MiB", "max_parameter_bytes": 256 << 10}
-    with infinity.offload(model, nvme, **options):
-        with pytest.raises(RuntimeError, match=r"weight of a layer in tiles.*\(F\.linear\)"):
+    """Nor removed, and is there as before then."""
+    model: Any = nn.Sequential(nn.Linear(256, 512, bias=bias))
+    options: dict[str, Any] = {"host_memory": "64MiB", "max_parameter_bytes": bound}
+    with infinity.offload(model, nvme, **options) as offloaded:
+        weight = model[0].weight
+        is_plain = type(value) is torch.Tensor
+        what = "cannot assign" if is_plain else r"0\.weight cannot be replaced while"
+        with pytest.raises(TypeError if is_plain else RuntimeError, match=what):
             model[0].weight = value
+        with pytest.raises(RuntimeError, match=r"0\.weight cannot be removed while"):
+            del model[0].weight
+        assert model[0].weight is weight
         model[0].weight = model[0].weight
+        with offloaded.gathered([weight], modify=True), torch.no_grad():
+            model[0].weight += 1
+        assert model[0].weight is weight
+        assert isinstance(weight, nn.Parameter)
+        assert [name for name, _ in model.named_parameters()][-1] != "0.weight" or bound is None
         model(torch.ones(2, 256)).sum().backward()
 
 

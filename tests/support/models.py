@@ -178,6 +178,11 @@ def seeded(make: Callable[[], Model], seed: int = 0) -> Model:
         return make()
 
 
+def is_in_tiles(module: nn.Module) -> bool:
+    """Whether a parameter of it is in tiles now."""
+    return isinstance(module._modules.get("tiles"), nn.ModuleList)
+
+
 def tokens(step: int, *, batch: int = 4, length: int = 12) -> torch.Tensor:
     """Token ids (batch, length + 1) that depend on ``step`` alone."""
     generator = torch.Generator().manual_seed(1000 + step)

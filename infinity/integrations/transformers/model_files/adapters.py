@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from infinity.integrations.transformers.model_files.targets import (
     targets_by_name,
     value_of,
 )
-from infinity.tiling.tiled_linear import TiledLinear
 from infinity.values.checkpoint_tensors import CheckpointTensor
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -57,7 +55,7 @@ def write_adapters(
 ) -> None:
     """As ``save_pretrained`` does with these options."""
     model: Any = offloaded.model
-    with _gathered(offloaded, adapters, modify=False) as values, _head_shown(model):
+    with _gathered(offloaded, adapters, modify=False) as values:
         # That of the class: the model itself may have one that comes here.
         type(model).save_pretrained(model, folder, **{"state_dict": values, **options})
 
@@ -115,32 +113,6 @@ def _instead(model: nn.Module, **methods: Any) -> Iterator[None]:
             model.__dict__.pop(name, None)
 
 
-class _Whole(nn.Linear):
-    """What PEFT takes for the layer that is in tiles: by its class, and by which module it is."""
-
-    def __init__(self, tiled: TiledLinear) -> None:
-        super().__init__(1, 1, bias=False, device="meta")
-        self._is_tiled = tiled.__eq__
-
-    def __eq__(self, other: object) -> bool:
-        return self._is_tiled(other) is True
-
-    __hash__ = nn.Module.__hash__
-
-
-@contextmanager
-def _head_shown(model: Any) -> Iterator[None]:
-    """A head with adapters saves the weights below them, if PEFT knows its class."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    layer = getattr(head, "base_layer", None)
-    if not isinstance(layer, TiledLinear):
-        yield
-        return
-    shown = SimpleNamespace(base_layer=_Whole(layer))
-    with _instead(model, get_output_embeddings=lambda: shown):
-        yield
-
-
 @contextmanager
 def _gathered(
     offloaded: infinity.OffloadedModel, adapters: list[str], *, modify: bool
@@ -167,7 +139,7 @@ def _chosen(model: nn.Module, adapters: list[str], targets: Mapping[str, Target]
 
     shown = {name: _without_values(target) for name, target in targets.items()}
     names = {id(tensor): name for name, tensor in shown.items()}
-    with _head_shown(model), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again when it is saved
         found = [
             tensor

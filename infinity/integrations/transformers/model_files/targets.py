@@ -39,7 +39,7 @@ def _leaves_by_name(offloaded: infinity.OffloadedModel) -> dict[str, CheckpointT
     for prefix, module in model.named_modules():
         for own, value in vars(module).items():
             if isinstance(value, TiledWeight):
-                named[f"{prefix}.{own}"] = by_first[id(value.tiles[0])]
+                named[f"{prefix}.{own}" if prefix else own] = by_first[id(value.tiles[0])]
     return named
 
 
