@@ -32,6 +32,7 @@ from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import cannot_be_copied
 from infinity.parameters.offloaded.placeholders import check_not_transformed
 from infinity.parameters.records import Record
+from infinity.tiling.weight import TiledWeight
 from swap.interruptions.forks import check_process
 from swap.interruptions.undo import Undo
 
@@ -46,9 +47,14 @@ _TABLES = (
 _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 """What they note of some, by that number."""
 _OF_FORWARD = _TABLES[:2]
-_PARTS = (part.name for part in iter_modules([Path(__file__).parents[1]]) if part.name != "tiling")
-_NO_MODEL = ("aio", "swap", "checkpoint", *(f"infinity.{name}" for name in _PARTS))
-"""All that is no part of a model, as tiled layers are."""
+_OWN, _OF_MODELS = Path(__file__).parents[1], "tiled_linear"
+_PARTS = (part.name for part in iter_modules([_OWN]) if part.name != "tiling")
+_OF_TILES = (part.name for part in iter_modules([_OWN / "tiling"]) if part.name != _OF_MODELS)
+_NO_MODEL = (
+    *("aio", "swap", "checkpoint", *(f"infinity.{name}" for name in _PARTS)),
+    *(f"infinity.tiling.{name}" for name in _OF_TILES),
+)
+"""All that is no part of a model, as a ``TiledLinear`` is."""
 
 
 class ModelHooks:
@@ -135,7 +141,7 @@ class ModelHooks:
         for module in (block, *inside):
             self._unhook(module, _OF_FORWARD)
         self._residency.unwatch(inside)
-        leave_out(_NO_MODEL)
+        leave_out(_NO_MODEL, TiledWeight)
         BlockCall(block, self._enter, self._leave).put_on()
         self._blocks[block] = indices
 

@@ -141,11 +141,12 @@ _CALL = "_compiled_call_impl"
 """What torch calls of a module that has it, in place of hooks and ``forward``."""
 
 
-def leave_out(names: Iterable[str]) -> None:
+def leave_out(names: Iterable[str], kind: type) -> None:
     """No graphs are made of code in these packages and modules: autograd calls some of it where a
-    block computes between graphs.
+    block computes between graphs. Nor of what is done to tensors of this ``kind``.
     """
     rules = sys.modules[f"{_COMPILER}.trace_rules"]
+    sys.modules[f"{_COMPILER}.config"].nontraceable_tensor_subclasses.add(kind)
     for name in names:
         if name not in _left_out:
             rules.add(name)

@@ -88,8 +88,9 @@ class CutWeight:
 
     def replace(self) -> None:
         """Put the tiles into the model; ``restore`` undoes it, also if this was interrupted."""
-        for module, own in self._places:  # each has the tiles: ``parameters()`` of any gives them
-            tiles = TileList([*self._others(module), *self._tiles])
+        for (module, own), order in zip(self._places, self._orders, strict=True):
+            # Each has the tiles: ``parameters()`` of any gives them.
+            tiles = TileList([*self._others(module), *self._tiles], order)
             module._modules[CHILD] = tiles.train(module.training)
             del module._parameters[own]
             vars(module)[own] = self._face
@@ -151,7 +152,7 @@ class CutWeight:
             }
             others = self._others(module)
             if others:
-                module._modules[CHILD] = TileList(others)
+                module._modules[CHILD] = TileList(others, order)
             else:
                 module._modules.pop(CHILD, None)
 

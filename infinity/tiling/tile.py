@@ -55,8 +55,10 @@ class TileList(nn.ModuleList):
 
     has_fleeting_weights = True
 
-    def __init__(self, tiles: Iterable[Tile] = ()) -> None:
+    def __init__(self, tiles: Iterable[Tile] = (), order: Iterable[str] = ()) -> None:
+        """``order``: all parameters that the module had, in tiles or not."""
         super().__init__(tiles)
+        self.order = list(order)
 
     def of(self, name: str) -> list[Tile]:
         """Those of the parameter ``name``, in the order of their rows."""

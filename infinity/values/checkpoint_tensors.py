@@ -53,7 +53,7 @@ class CheckpointTensor:
 
 
 def checkpoint_tensors_of(model: nn.Module, records: Sequence[Record]) -> list[CheckpointTensor]:
-    """One for every parameter, tiles together, in the order of ``records``."""
+    """One for every parameter, tiles together, in the order that the model has without tiles."""
     by_id = {id(record.parameter): record for record in records}
     leaves = {}
     for record in records:
@@ -74,7 +74,24 @@ def checkpoint_tensors_of(model: nn.Module, records: Sequence[Record]) -> list[C
             leaves[parts[0].index] = CheckpointTensor(
                 f"{prefix}.{name}" if prefix else name, shape, parts
             )
-    return [leaves[index] for index in sorted(leaves)]
+    found = (parameter for module in model.modules() for parameter in _in_order(module))
+    indices = [by_id[id(parameter)].index for parameter in found if id(parameter) in by_id]
+    order = dict.fromkeys([*indices, *leaves])
+    return [leaves[index] for index in order if index in leaves]
+
+
+def _in_order(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of ``module`` itself, with tiles where it had what they are of."""
+    tiles = module._modules.get(CHILD)
+    own = dict.items(module._parameters)  # past ``WatchedParameters``, which would fetch weights
+    if not isinstance(tiles, TileList):
+        yield from (parameter for _, parameter in own if parameter is not None)
+        return
+    parameters = {name: parameter for name, parameter in own if parameter is not None}
+    for name in dict.fromkeys([*tiles.order, *parameters]):
+        yield from [tile.parameter for tile in tiles.of(name)]
+        if name in parameters:
+            yield parameters[name]
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, list[Any]]]:

@@ -51,7 +51,7 @@ from infinity.optim.state_reference import StateReference
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.values import saved_state
-from infinity.values.checkpoint_tensors import checkpoint_tensors_of
+from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
 from infinity.values.component_bytes import BytesOfRank, Saving, components_of_tensor
 from infinity.values.module_state import buffers_of, module_states, persistent_buffers
 from infinity.values.rank_state import (
@@ -217,7 +217,6 @@ def _saving(training: TrainingState) -> Saving:
 def scalars_of(training: TrainingState) -> dict[str, Any]:
     """What is saved beside tensors: counts, groups, options, random state, and what is where."""
     training.rule.check_saving()
-    names = {id(record.parameter): record.name for record in training.records}
     leaves = checkpoint_tensors_of(training.model, training.records)
     scale = training.loss_scale_state
     small = training.rule.small_state
@@ -229,10 +228,7 @@ def scalars_of(training: TrainingState) -> dict[str, Any]:
         },
         "shapes": {leaf.name: list(leaf.shape) for leaf in leaves},
         "dtypes": {leaf.name: leaf.first.spec.dtype for leaf in leaves},
-        "groups": [
-            group | {"params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in training.optimizer.param_groups
-        ],
+        "groups": [_named(group, training, leaves) for group in training.optimizer.param_groups],
         "optimizer_class": training.rule.kept_by,
         "plane_dtypes": saved_state.component_dtypes(training.state, training.rule, leaves),
         "state_dtype": training.rule.state_dtype,
@@ -245,6 +241,25 @@ def scalars_of(training: TrainingState) -> dict[str, Any]:
         "random": random_state(),
         "world_size": training.rank_context.world_size,
     }
+
+
+def _named(
+    group: Mapping[str, Any], training: TrainingState, leaves: Sequence[CheckpointTensor]
+) -> dict[str, Any]:
+    """``group`` with the names of its parameters. What is in the order of the model has that which
+    the model has without tiles: who reads the state elsewhere may go by it.
+    """
+    records = {id(record.parameter): record for record in training.records}
+    members = [records[id(parameter)] for parameter in group["params"]]
+    given = group.get("param_names")
+    pairs = [*zip(members, given or members, strict=True)]
+    indices = [member.index for member in members]
+    if indices == sorted(indices):
+        parts = (part.index for leaf in leaves for part in leaf.parts)
+        order = {index: position for position, index in enumerate(parts)}
+        pairs.sort(key=lambda pair: order[pair[0].index])
+    named = {"params": [member.name for member, _ in pairs]}
+    return {**group, **named, **({"param_names": [own for _, own in pairs]} if given else {})}
 
 
 def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]:

@@ -158,12 +158,28 @@ def test_imported_state_goes_on_with_the_optimizer_of_torch(
     assert losses == plain.rest()
 
 
+class Attending(nn.Module):
+    """Tiles of some parameters, which others come before, behind and between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(512, 512)
+        self.attention = nn.MultiheadAttention(512, 4, kdim=320)
+        self.down = nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        mixed: torch.Tensor = self.down(self.attention(x, x[:, :320], x)[0])
+        return mixed
+
+
 def test_moments_of_tiles_are_exported_as_those_of_whole_parameters(
     nvme: Path, tmp_path: Path
 ) -> None:
+    """By their numbers, too, which are by the order of parameters in the model."""
     saved = {}
     for tiles in (None, "256KiB"):
-        model = seeded(lambda: nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)))
+        model = seeded(Attending)
         with infinity.offload(
             model, nvme, host_memory="256MiB", max_parameter_bytes=tiles
         ) as offloaded:
@@ -173,6 +189,8 @@ def test_moments_of_tiles_are_exported_as_those_of_whole_parameters(
         run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
         saved[tiles] = torch.load(tmp_path / "opt.pt", weights_only=True)
     whole, tiled = saved.values()
+    names = [name for name, _ in Attending().named_parameters()]
+    assert whole["param_groups"][0]["param_names"] == names
     assert tiled["param_groups"][0]["param_names"] == whole["param_groups"][0]["param_names"]
     assert tiled["state"].keys() == whole["state"].keys()
     for number, kept in whole["state"].items():
