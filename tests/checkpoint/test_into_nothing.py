@@ -73,7 +73,11 @@ def test_sink_of_a_range_beyond_its_tensor_is_refused_by_name(
         checkpoint.load(step, into={"w": Part(ranges), "step": 0})
 
 
-@pytest.mark.parametrize("ranges", [(3,), 7, (("a", "b"),), ((1, 2, 3),)], ids=str)
+@pytest.mark.parametrize(
+    "ranges",
+    [(3,), 7, (("a", "b"),), ((1, 2, 3),), pytest.param(iter([(0, 4)]), id="iterator")],
+    ids=str,
+)
 def test_sink_with_ranges_that_are_none_is_refused_by_name(step: Path, ranges: Any) -> None:
     with pytest.raises(ValueError, match=r"into\['w'\] has ranges=.* not pairs"):
         checkpoint.load(step, into={"w": Part(ranges), "step": 0})
