@@ -120,6 +120,8 @@ def elements_before(whole: Shape, start: Shape, shape: Shape, first: int) -> int
     """How many elements of a box come before element `first` of the row-major tensor that it is a
     box of. In both of them these are the first ones: the order of elements is the same.
     """
+    if not shape:  # one element, to which no index leads
+        return min(first, 1)
     count, left = 0, first
     for step, low, size, inner in zip(
         contiguous_strides(whole), start, shape, _inner_sizes(shape), strict=True

@@ -87,7 +87,10 @@ class ShardFolder:
         for name in self._stale:
             (self.path / name).unlink(missing_ok=True)
         sync_directory(self.path)
-        self._put_index(shard_of, self.names, {"total_size": total_bytes, **_OURS})
+        last: dict[str, Any] = {"total_size": total_bytes, **_OURS}
+        if not shard_of:  # else the index would not say whose the file is
+            last[_PASSING] = self.names
+        self._put_index(shard_of, self.names, last)
         self.discard()
         sync_directory(self.path)
         return [self.path / name for name in [*self.names, INDEX_NAME]]

@@ -258,7 +258,7 @@ def _load_into(
     @paused_collector()
     def planned() -> IntoPlan:
         plan = plan_into(manifest, into, selection, wanted.dtype)
-        selection.check_matched()
+        selection.check_matched("into")
         return plan
 
     if selection.is_everything and count_whole_targets(into) == len(manifest.tensors):

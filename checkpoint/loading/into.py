@@ -337,6 +337,7 @@ def _check_ranges(where: str, sink: Any, shape: tuple[int, ...]) -> None:
         given = sink.ranges
     numel = math.prod(shape)
     try:
+        len(given)  # of an iterator nothing would be left for the load
         ranges = [(operator.index(first), operator.index(length)) for first, length in given]
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -388,10 +389,8 @@ def _copy(loaded: torch.Tensor, target: Target) -> Finish:
             return
         values = integer_view(loaded.detach())
         # A row of one element may have any stride, and is no row of bytes then.
-        row = torch.empty(values.numel(), dtype=values.dtype, device="cpu").copy_(
-            values.reshape(-1)
-        )
-        flat = row.view(torch.uint8).numpy()
+        row = torch.empty(values.numel(), dtype=values.dtype, device="cpu")
+        flat = row.copy_(values.reshape(-1)).view(torch.uint8).numpy()
         shape = tuple(loaded.shape)
         place = target.place((0,) * len(shape), shape)
         if flat.size and place.deliver is not None:

@@ -20,7 +20,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class OwnedRanges(NamedTuple):
-    """What a rank has of a tensor: elements (first, length) of its row-major order, or all."""
+    """What a rank has of a tensor: elements (first, length) of its row-major order, or all. A range
+    of length 0 is of none, wherever it is.
+    """
 
     name: str
     dtype: str
@@ -34,6 +36,11 @@ class OwnedRanges(NamedTuple):
     @property
     def itemsize(self) -> int:
         return elements.BY_NAME[self.dtype].itemsize
+
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """The ranges that hold something, if it has not all."""
+        return [(first, length) for first, length in self.ranges or () if length]
 
 
 class Piece(NamedTuple):
@@ -61,8 +68,9 @@ def share_out(ranks: Sequence[Sequence[OwnedRanges]]) -> list[list[Piece]]:
         if any(holding.ranges is not None for holding in holders.values()):
             _check_complete(tensor, holders)
             for rank, holding in holders.items():
-                for first, length in holding.ranges or ():
-                    pieces[rank].append(Piece(number, first, length))
+                pieces[rank].extend(Piece(number, *held) for held in holding.held)
+            if not tensor.numel:
+                pieces[min(holders)].append(Piece(number, 0, 0))
         elif len(holders) < len(ranks):
             pieces[min(holders)].append(Piece(number, 0, tensor.numel))
         else:
@@ -113,7 +121,7 @@ def _check_complete(tensor: OwnedRanges, holders: Mapping[int, OwnedRanges]) -> 
     for rank, holding in holders.items():
         if holding.ranges is None:
             raise ValueError(f"rank {rank} has all of {tensor.name!r}, other ranks a part of it")
-    ranges = [r for holding in holders.values() for r in holding.ranges or ()]
+    ranges = [held for holding in holders.values() for held in holding.held]
     chunks = _num_chunks(tensor.shape, ranges)
     if chunks > MAX_CHUNKS:
         raise ValueError(
@@ -121,14 +129,16 @@ def _check_complete(tensor: OwnedRanges, holders: Mapping[int, OwnedRanges]) -> 
             "readers accept; give each rank fewer and longer ranges"
         )
     reached = 0
+    follows = ""
     for first, length in sorted(ranges):
-        if length <= 0 or first != reached:
+        if length < 0 or first != reached:
+            follows = f", and then comes the range {(first, length)}"
             break
         reached = first + length
-    if reached != tensor.numel:
+    if follows or reached != tensor.numel:
         raise ValueError(
             f"the ranks do not hold every element of {tensor.name!r} once: of {tensor.numel}, the "
-            f"first {reached} are in order"
+            f"first {reached} are in order{follows}"
         )
 
 

@@ -58,13 +58,13 @@ class Selection:
         self._matched |= matched
         return bool(matched)
 
-    def check_matched(self) -> None:
-        """Raises ValueError naming a pattern that nothing matched, when all names were seen."""
+    def check_matched(self, seen: str = "the checkpoint") -> None:
+        """Raises ValueError naming a pattern that nothing matched, when all names were `seen`."""
         for text in self._patterns if self._patterns and self.is_strict else ():
             if text not in self._matched:
                 similar = closest(text, [name for name, hit in self._wanted.items() if not hit])
                 hint = f"; there is {', '.join(map(repr, similar))}" if similar else ""
-                raise ValueError(f"only={text!r} matches no name in the checkpoint{hint}")
+                raise ValueError(f"only={text!r} matches no name in {seen}{hint}")
 
 
 def _listed(patterns: object) -> list[str]:

@@ -145,6 +145,13 @@ def test_a_first_export_that_is_killed_is_no_model_or_whole(tmp_path: Path) -> N
             assert not list(folder.glob("model-0*.safetensors"))
 
 
+def test_shards_take_the_place_of_an_export_of_nothing(tmp_path: Path) -> None:
+    checkpoint.write_safetensors({}, tmp_path)
+    tensors = {"a": torch.ones(3), "b": torch.zeros(3)}
+    files = checkpoint.write_safetensors(tensors, tmp_path, max_shard_bytes=1)
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
 def test_files_that_look_like_dated_shards_of_somebody_else_stay(tmp_path: Path) -> None:
     theirs = tmp_path / "model-20261122-00001-of-00003.safetensors"
     theirs.write_bytes(b"theirs")

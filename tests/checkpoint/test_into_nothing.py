@@ -21,10 +21,10 @@ tmp_path = folder_in_memory()
 class Part:
     """A sink of a range of a tensor."""
 
-    dtype, shape = torch.float32, (4,)
+    dtype = torch.float32
 
-    def __init__(self, ranges: Any) -> None:
-        self.ranges = ranges
+    def __init__(self, ranges: Any, shape: tuple[int, ...] = (4,)) -> None:
+        self.ranges, self.shape = ranges, shape
         self.data = bytearray(16)
 
     def write(self, start: int, data: memoryview) -> None:
@@ -73,7 +73,11 @@ def test_sink_of_a_range_beyond_its_tensor_is_refused_by_name(
         checkpoint.load(step, into={"w": Part(ranges), "step": 0})
 
 
-@pytest.mark.parametrize("ranges", [(3,), 7, (("a", "b"),), ((1, 2, 3),)], ids=str)
+@pytest.mark.parametrize(
+    "ranges",
+    [(3,), 7, (("a", "b"),), ((1, 2, 3),), pytest.param(iter([(0, 4)]), id="iterator")],
+    ids=str,
+)
 def test_sink_with_ranges_that_are_none_is_refused_by_name(step: Path, ranges: Any) -> None:
     with pytest.raises(ValueError, match=r"into\['w'\] has ranges=.* not pairs"):
         checkpoint.load(step, into={"w": Part(ranges), "step": 0})
@@ -83,6 +87,19 @@ def test_sink_of_ranges_within_its_tensor_gets_them(step: Path) -> None:
     sink = Part(((1, 2), (4, 0)))
     checkpoint.load(step, into={"w": sink, "step": 0})
     assert np.frombuffer(sink.data, np.float32)[1:3].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("ranges", [((0, 1),), ((0, 1), (1, 0)), ((0, 0), (0, 1))], ids=str)
+def test_sink_of_the_range_of_a_number_gets_it(
+    tmp_path: Path, ranges: Iterable[tuple[int, int]]
+) -> None:
+    checkpoint.save({"w": torch.tensor(2.5)}, tmp_path / "step")
+    sink = Part(ranges, shape=())
+    checkpoint.load(tmp_path / "step", into={"w": sink})
+    assert np.frombuffer(sink.data, np.float32)[0] == 2.5
+    empty = Part(((0, 0), (1, 0)), shape=())
+    checkpoint.load(tmp_path / "step", into={"w": empty})
+    assert not any(empty.data)
 
 
 @pytest.mark.parametrize("data", [b"", np.zeros((2, 0)), np.zeros((0, 3), np.int16)], ids=str)

@@ -134,6 +134,11 @@ def test_a_pattern_that_matches_nothing_is_refused_with_a_hint(path: Path) -> No
         checkpoint.load(path, only=["model.*", "stepp"])
 
 
+def test_a_pattern_that_matches_nothing_of_into_says_so(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"only='head' matches no name in into"):
+        checkpoint.load(path, only=["step", "head"], into={"step": 0})
+
+
 def test_into_writes_live_tensors_in_place_and_replaces_values(path: Path) -> None:
     whole = checkpoint.load(path)
     weight = torch.nn.Parameter(torch.zeros(20, 30))

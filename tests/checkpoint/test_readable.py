@@ -132,6 +132,35 @@ def test_more_ranges_than_readers_take_are_refused_before_anything_is_written() 
         share_out([owned(4097, 0), owned(4097, 1)])
 
 
+@pytest.mark.parametrize("first", [0, 2, 4, 7])
+def test_ranges_of_nothing_are_written_by_nobody(first: int) -> None:
+    """As a rank has of a tensor that is cut into fewer parts than there are ranks."""
+
+    def owned(*ranges: tuple[int, int]) -> list[OwnedRanges]:
+        return [OwnedRanges("w", "float32", (7,), ranges)]
+
+    assert share_out([owned((0, 4)), owned((first, 0)), owned((4, 3))]) == [
+        [(0, 0, 4)],
+        [],
+        [(0, 4, 3)],
+    ]
+
+
+@pytest.mark.parametrize("ranges", [(), ((0, 0),)])
+def test_tensor_of_nothing_that_ranks_have_in_ranges_is_written_once(
+    ranges: tuple[tuple[int, int], ...],
+) -> None:
+    owned = [OwnedRanges("w", "float32", (0, 3), ranges)]
+    assert share_out([owned, owned]) == [[(0, 0, 0)], []]
+
+
+@pytest.mark.parametrize("more", [(3, 4), (0, 7), (7, 1), (8, 2), (7, -7)])
+def test_ranges_beside_those_of_the_whole_tensor_are_refused(more: tuple[int, int]) -> None:
+    owned = [[OwnedRanges("w", "float32", (7,), (held,))] for held in ((0, 7), more)]
+    with pytest.raises(ValueError, match=r"'w' once: of 7, the first"):
+        share_out(owned)
+
+
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 def test_keys_that_json_would_make_one_are_refused(tmp_path: Path, kind: type) -> None:
     state = {"a": kind({"\ud83d\ude00": 1, "\U0001f600": 2})}
