@@ -212,13 +212,13 @@ class Training:
         self.rank_context.end_step(())
 
     def expect_step(self) -> Step | None:
-        """The step that is likely to be taken next, for updates before it is; None if unknown. As
-        if no gradient were clipped, which is expected after some steps in which none was.
+        """The step that is likely to be taken next, for updates before it is; None if unknown, or
+        of weights that ``gathered`` changes yet. As if none were clipped, if none was of late.
         """
         may_clip = self._may_clip or self.gradients.clip_factor != 1.0
-        if not self._repeatable or (may_clip and self._unclipped_steps < _UNCLIPPED_STEPS):
-            return None
-        return Step(updates=self._updates(None), gradient_scale=1.0)
+        is_clipped = may_clip and self._unclipped_steps < _UNCLIPPED_STEPS
+        is_known = self._repeatable and not is_clipped and not self.loans.modified()
+        return Step(updates=self._updates(None), gradient_scale=1.0) if is_known else None
 
     def _updates(self, present: Sequence[int] | None) -> dict[int, ParameterUpdate]:
         """What the next step means for those parameters, or for all that are in a group."""

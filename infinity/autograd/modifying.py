@@ -130,7 +130,7 @@ class Loans:
         home.
         """
         self.take_in_left()
-        self._refuse(self._modified(), what, "would write the values from before")
+        self._refuse(self.modified(), what, "would write the values from before")
 
     def _refuse_changes(self) -> None:
         lent = self._residency.kept_out | self._asked()
@@ -279,7 +279,8 @@ class Loans:
     def _asked(self) -> set[int]:
         return {index for indices, _ in [*self._lent.values()] for index in indices}
 
-    def _modified(self) -> set[int]:
+    def modified(self) -> set[int]:
+        """What is lent to be changed: whatever is made of its values at home is of old ones."""
         lent = [*self._lent.values()]
         return {i for indices, thread in lent if thread is not None for i in indices}
 

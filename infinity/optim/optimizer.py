@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import unwrap
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -54,19 +54,32 @@ def check_in_model(parameter: torch.Tensor) -> None:
         )
 
 
+def _refuse_reading(*_: Any, **__: Any) -> NoReturn:
+    """Whatever would find no state in ``optimizer.state`` where there is some."""
+    raise RuntimeError(_NOT_HERE)
+
+
+def _refuse_change(*_: Any, **__: Any) -> NoReturn:
+    """Whatever would change the state by way of ``optimizer.state``, as to begin anew."""
+    raise TypeError(
+        "the state of an offloaded optimizer is not in memory and cannot be changed through "
+        "optimizer.state; offloaded.load(path) brings back what offloaded.save wrote, and another "
+        "offload block over the model, behind this one, begins without state"
+    )
+
+
 class AbsentState(dict[torch.Tensor, Any]):
-    """``state`` of an optimizer that has none to show.
+    """``state`` of an optimizer that has none to show: what is asked of a parameter, or would
+    change something, raises. It lists nothing, as code that moves what it lists has nothing to do.
 
     Code that asks whether it is empty is about to take the state, or, as torch does for
     ``get_optimizer_state_dict``, a step with gradients of zero to make one. What it would get lacks
     the moments, which would come out only when they are loaded.
     """
 
-    def __bool__(self) -> bool:
-        raise RuntimeError(_NOT_HERE)
-
-    def __missing__(self, parameter: torch.Tensor) -> Any:
-        raise RuntimeError(_NOT_HERE)
+    __bool__ = __missing__ = __contains__ = get = _refuse_reading
+    __setitem__ = __delitem__ = __ior__ = _refuse_change
+    clear = pop = popitem = setdefault = update = _refuse_change
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -195,6 +208,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_of_made(name):
             raise self._refusal(name)
+        if name == "state" and "_owner" in vars(self) and not isinstance(value, AbsentState):
+            _refuse_change()
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -65,6 +65,28 @@ def test_blocks_of_gathered_that_overlap_keep_all_changes(host_memory: int, nvme
     assert same_bits(model.layer(0).weight.detach(), before + 1 + 1)
 
 
+def _stepped_with_a_pass_inside(nvme: Path, host_memory: int) -> dict[str, torch.Tensor]:
+    model = seeded(Stack)
+    with infinity.offload(model, nvme, host_memory=host_memory) as offloaded:
+        for batch in range(3):  # after the first step one is expected, and updates go ahead of it
+            with offloaded.gathered(modify=True), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+                with torch.enable_grad():
+                    vector_loss(model, batch).backward()
+                model.layer(1).weight.add_(1)
+            offloaded.step()
+    return values_of(model)
+
+
+def test_what_is_modified_around_a_backward_pass_is_what_the_step_updates(
+    host_memory: int, nvme: Path
+) -> None:
+    whole = _stepped_with_a_pass_inside(nvme, WHOLE)
+    for name, value in _stepped_with_a_pass_inside(nvme, host_memory).items():
+        assert same_bits(value, whole[name]), name
+
+
 CALLS: dict[str, Callable[[infinity.OffloadedModel, Path], Any]] = {
     "step": lambda offloaded, _: offloaded.step(),
     "load": lambda offloaded, path: offloaded.load(path / "before"),

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,32 @@ def test_copies_of_optimizer_and_handle_are_refused_by_name(
             copied(offloaded.optimizer)
         with pytest.raises(RuntimeError, match=r"offloaded model cannot be copied.*offloaded\.sav"):
             copied(offloaded)
+
+
+def test_state_is_neither_looked_for_nor_changed_through_the_optimizer(nvme: Path) -> None:
+    with _offload(seeded(Stack), nvme) as offloaded:
+        _train(offloaded, 0)
+        optimizer = offloaded.optimizer
+        first = optimizer.param_groups[0]["params"][0]
+        changes: list[Callable[[], object]] = [
+            optimizer.state.clear,
+            optimizer.state.popitem,
+            lambda: optimizer.state.pop(first, None),
+            lambda: optimizer.state.update({first: {}}),
+            lambda: optimizer.state.setdefault(first, {}),
+            lambda: optimizer.state.__setitem__(first, {}),
+            lambda: optimizer.state.__delitem__(first),
+            lambda: setattr(optimizer, "state", defaultdict(dict)),
+        ]
+        for change in changes:
+            with pytest.raises(TypeError, match=r"another offload block .* begins without state"):
+                change()
+        looks: list[Callable[[], object]] = [
+            lambda: optimizer.state.get(first),
+            lambda: first in optimizer.state,
+        ]
+        for look in looks:
+            with pytest.raises(RuntimeError, match="is not in memory"):
+                look()
+        assert [*optimizer.state.items()] == []
+        _train(offloaded, 1)
