@@ -151,7 +151,9 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 
 def _export(options: argparse.Namespace, console: Console) -> int:
     if options.optimizer is not None:
-        check_exportable(options.path, options.optimizer, options.stripe_dir)
+        check_exportable(
+            options.path, options.optimizer, options.stripe_dir, folder=Path(options.folder)
+        )
     prefix = options.prefix
     if prefix is None:
         names = checkpoint.list_tensors(options.path)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import infinity
+from infinity.cli import main
 from infinity.commands.foreign import exporting
 from infinity.commands.foreign.exporting import export_optimizer
 from infinity.commands.sources import source_of
@@ -85,6 +86,31 @@ def test_disk_that_is_full_is_told_with_the_file_and_leaves_nothing(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert raised.value.errno == errno.EFBIG
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("ours/manifest.json", "would be among the files of the checkpoint"),
+        ("ours/opt.pt", "would be among the files of the checkpoint"),
+        ("link/opt.pt", "would be among the files of the checkpoint"),
+        ("out/model.safetensors", "would be among the weights exported"),
+        ("out/model.safetensors.index.json", "would be among the weights exported"),
+        ("loop", "symbolic links"),
+    ],
+)
+def test_state_is_written_into_no_file_of_the_checkpoint_or_of_weights(
+    nvme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, words: str
+) -> None:
+    folder = _saved(nvme, tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    before = {file: file.read_bytes() for file in (tmp_path / "ours").rglob("*") if file.is_file()}
+    words_of = ["export", tmp_path / "ours", folder, "--optimizer", tmp_path / place]
+    assert main([str(word) for word in words_of]) != 0
+    assert words in capsys.readouterr().err.replace("\n", " ")
+    assert not any(folder.iterdir())
+    assert all(file.read_bytes() == data for file, data in before.items())
 
 
 def test_exports_at_once_to_one_file_each_leave_all_of_it(

@@ -6,6 +6,7 @@ which then are streamed to their places: no more than the staging of a load is e
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from itertools import chain
@@ -58,9 +59,24 @@ class _Place:
 
 
 def check_exportable(
-    path: str | os.PathLike[str], file: Path, stripe_dirs: StripeDirs | None = None
+    path: str | os.PathLike[str],
+    file: Path,
+    stripe_dirs: StripeDirs | None = None,
+    *,
+    folder: Path | None = None,
 ) -> None:
-    """Raises what ``export_optimizer`` would, before anything is written."""
+    """Raises what ``export_optimizer`` would, before anything is written; and ``ValueError`` for a
+    file that is one of the checkpoint, or of the weights that are exported to ``folder``.
+    """
+    try:
+        place = file.resolve()
+    except RuntimeError as error:  # before Python 3.13
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file)) from error
+    if Path(path).resolve() in place.parents:
+        raise ValueError(f"{file} would be among the files of the checkpoint {path}; give another")
+    is_weights = place.name.endswith((".safetensors", ".safetensors.index.json"))
+    if folder is not None and place.parent == folder.resolve() and is_weights:
+        raise ValueError(f"{file} would be among the weights exported to {folder}; give another")
     if not file.parent.is_dir() or (file.exists() and not file.is_file()):
         raise FileNotFoundError(f"{file}: give a file in a folder that exists")
     _with_moments(_training_of(path, stripe_dirs), path)
