@@ -20,6 +20,18 @@ _OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Stacks of matrices, of what transformers calls experts."""
 
 
+def summed_with_adapters(model: nn.Module) -> set[tuple[nn.Module, str]]:
+    """The parameters, by module and name, in whose place PEFT puts the sum of them and an adapter
+    while the module computes (``target_parameters``).
+    """
+    wrappers: list[Any] = [m for m in model.modules() if hasattr(m, "get_base_layer")]
+    return {
+        (wrapper.get_base_layer(), wrapper.parameter_name)
+        for wrapper in wrappers
+        if isinstance(getattr(wrapper, "parameter_name", None), str)
+    }
+
+
 def reason_against(
     owners: Sequence[Owner], parameter: nn.Parameter, *, is_partitioned: bool
 ) -> str | None:

@@ -18,7 +18,7 @@ from infinity.parameters.compiled import compiled_blocks
 from infinity.parameters.first_values import StoredValues, Values
 from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS, Record, compute_dtype_of
 from infinity.tiling.cut_weights import CutWeight
-from infinity.tiling.cuttable import Owner, reason_against, whole_parts_of
+from infinity.tiling.cuttable import Owner, reason_against, summed_with_adapters, whole_parts_of
 from infinity.tiling.tiled_linear import TiledLinear, rows_of, tiles_within
 from swap.tiers import format_bytes
 
@@ -58,6 +58,7 @@ class Tiling:
         layers = (module for module in model.modules() if isinstance(module, TiledLinear))
         self._tiles = {id(tile) for layer in layers for tile in layer.tiles}
         self._compiled = {inner for block in compiled_blocks(model) for inner in block.modules()}
+        self._summed = summed_with_adapters(model)
         self._chosen = self._choose(max_parameter_bytes)
 
     def __enter__(self) -> Tiling:
@@ -119,6 +120,8 @@ class Tiling:
             return "a tile of a TiledLinear, which is cut once: make that of more tiles"
         if any(owner in self._compiled for _, owner, _ in owners):
             return "in a compiled block, which computes from all of its weights at once"
+        if any((owner, own) in self._summed for _, owner, own in owners):
+            return "with an adapter of target_parameters, which is added to all of it in each pass"
         return reason_against(owners, parameter, is_partitioned=self._is_partitioned)
 
     def _cut_of(

@@ -62,15 +62,26 @@ class StateDictHooks:
     def _join(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
-        for key, _ in self._parts(prefix):
-            state_dict.pop(key, None)
+        parts = [(state_dict.pop(key, None), tile) for key, tile in self._parts(prefix)]
+        keeps_parameters = any(value is tile.parameter for value, tile in parts)
+        self._forget_tiles(state_dict, prefix)
         before = {f"{prefix}{name}" for name in self._before}
         behind = [key for key in state_dict if key.startswith(prefix) and key not in before]
         with torch.no_grad():
-            whole = kept_whole_of([tile.parameter for tile in self._tiles])
-            state_dict[f"{prefix}{self._name}"] = whole
+            state_dict[f"{prefix}{self._name}"] = (
+                getattr(module, self._name)  # state_dict(keep_vars=True)
+                if keeps_parameters
+                else kept_whole_of([tile.parameter for tile in self._tiles])
+            )
         for key in behind:
             state_dict[key] = state_dict.pop(key)
+
+    def _forget_tiles(self, state_dict: Any, prefix: str) -> None:
+        """What torch notes of each module is not noted of tiles."""
+        metadata = getattr(state_dict, "_metadata", {})
+        own = f"{prefix}{CHILD}"
+        for name in [n for n in metadata if n == own or n.startswith(f"{own}.")]:
+            del metadata[name]
 
     def _split(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any

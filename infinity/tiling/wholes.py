@@ -36,7 +36,9 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(*parts: torch.Tensor) -> torch.Tensor:
-        return joined_of(parts)
+        joined = joined_of(parts)
+        # A view, which autograd refuses to have changed in place, as it does with a leaf.
+        return joined if _first_absent(parts) is not None else joined[:]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Sequence[torch.Tensor], output: Any) -> None:
@@ -59,7 +61,8 @@ def joined_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     absent = _first_absent(parts)
     if absent is None:
-        return _in_one_piece(parts)
+        # No view to autograd, which refuses what has history in views that were made without.
+        return _in_one_piece(parts).detach()
     return _counted_as(absent, parts)
 
 

@@ -129,6 +129,29 @@ def test_data_made_in_inference_mode_is_taken_as_any_other(nvme: Path) -> None:
                 assert torch.allclose(weight, torch.tensor(4.0), atol=0.1)
 
 
+def test_values_with_history_are_written_into_data(nvme: Path) -> None:
+    """As adapters are merged, and weights of another model copied: autograd refused the view."""
+    model, plain = seeded(Net), seeded(Net)
+    values = nn.Parameter(torch.rand(4096, WIDTH))
+
+    def write(net: Net) -> None:
+        for weight in net.weights:
+            weight.data.copy_(values)
+            weight.data += values
+            weight.data[3:9].mul_(values[3:9])
+            weight.data.t().sub_(values.t())
+        net.wide.state_dict()["weight"].add_(values)
+
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND) as offloaded:
+        with offloaded.gathered(modify=True):
+            write(model)
+            with pytest.raises(RuntimeError):  # of what is trained: as torch says of a leaf
+                model.wide.weight.add_(1)
+        write(plain)
+        with offloaded.gathered():
+            assert same_values(dict(model.state_dict()), dict(plain.state_dict()))
+
+
 def _forward_derivative(layer: nn.Module) -> torch.Tensor:
     with forward_ad.dual_level():
         y = layer(forward_ad.make_dual(torch.ones(3, WIDTH), torch.full((3, WIDTH), 2.0)))

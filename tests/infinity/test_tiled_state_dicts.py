@@ -123,3 +123,28 @@ def test_tiles_of_two_projections_with_one_name_are_loaded_each(nvme: Path) -> N
         model.load_state_dict(other.state_dict())
         assert same_values(model.state_dict(), plain.state_dict())
     assert same_values(model.state_dict(), plain.state_dict())
+
+
+def test_variables_of_a_state_dict_are_those_of_the_model(nvme: Path) -> None:
+    """They were copies without history: what was frozen or differentiated by them was not."""
+    model, plain = seeded(make_tied), seeded(make_tied)
+    with infinity.offload(model, nvme, max_parameter_bytes=BOUND) as offloaded:
+        for module in (model, plain):
+            with offloaded.gathered():
+                state = module.state_dict(keep_vars=True)
+                assert [*state] == [*plain.state_dict()]
+                assert all(value is module.get_parameter(name) for name, value in state.items())
+                torch.stack([value.square().sum() for value in state.values()]).sum().backward()
+                state["1.weight"].requires_grad_(False)
+        for own, other in zip(model[:3], plain[:3], strict=True):
+            assert torch.equal(own.weight.grad.clone(), other.weight.grad)
+        assert not any(part.requires_grad for part in model[1].weight.tiles)
+
+
+def test_notes_of_a_state_dict_are_of_the_modules_of_the_model(nvme: Path) -> None:
+    """Modules that there are none of without tiles had versions in what a program saves."""
+    model: Any = seeded(make_tied)
+    before = model.state_dict()._metadata
+    block = infinity.offload(model, nvme, max_parameter_bytes=BOUND)
+    with block as offloaded, offloaded.gathered():
+        assert model.state_dict()._metadata == before

@@ -128,12 +128,12 @@ def test_best_adapters_are_loaded_where_weights_alone_are_saved(tmp_path: Path, 
     assert_same(*runs, except_logged=("grad_norm",))
 
 
-def _experts() -> Any:
+def _experts(width: int = 128) -> Any:
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
-        intermediate_size=128,
+        intermediate_size=width,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -152,3 +152,17 @@ def test_adapters_of_experts_train_as_in_memory(tmp_path: Path, nvme: Path) -> N
     least = least_of(OffloadTrainer, model=_experts(), args=args, nvme=nvme, **some_texts())
     ours = train(OffloadTrainer, args, model=_experts, nvme=nvme, host_memory=least)
     assert_same(plain, ours, except_logged=("grad_norm",))
+
+
+def test_experts_that_adapters_are_added_to_stay_whole(
+    tmp_path: Path, nvme: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sum of the two could not be put in the place of tiles: the first pass was refused."""
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
+    tiled: Any = {"nvme": nvme, "host_memory": BUDGET, "max_parameter_bytes": "256KiB"}
+    plain, ours = (
+        train(kind, arguments(tmp_path, **options), model=lambda: _experts(256), **more)
+        for kind, more in ((Trainer, {}), (OffloadTrainer, tiled))
+    )
+    assert_same(plain, ours, except_logged=("grad_norm",))
+    assert "gate_up_proj (512.00 KiB, with an adapter of target_parameters" in caplog.text
