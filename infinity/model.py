@@ -153,11 +153,11 @@ class OffloadedModel:
         With ``modify`` changed elements are kept (and become the master exactly), once background
         saves have read what was there; without, changes are lost, as they are where the block ends
         with an exception. Inside, ``step`` and ``load`` are refused, with ``modify`` ``save`` and
-        ``export`` too. Where the end raises ``AioError``, each parameter holds what it held before
-        or after. Nested in another, the tensors are the same; what they hold as the outermost of a
-        thread with ``modify`` ends is kept. Both ends wait for forward passes that other threads
-        are in the midst of, 10 s at the most; keep passes that may begin just then away from it by
-        a lock.
+        ``export`` too. Where the end raises ``AioError`` (on other ranks ``RankFailedError``), each
+        parameter holds what it held before or after, the same on all ranks. Nested in another, the
+        tensors are the same; what they hold as the outermost of a thread with ``modify`` ends is
+        kept. Both ends wait for forward passes that other threads are in the midst of, 10 s at the
+        most; keep passes that may begin just then away from it by a lock.
         """
         training, params = self._training, asked(params)
 

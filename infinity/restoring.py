@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -233,10 +234,15 @@ class Restoring:
             return
         try:
             self._insist(self._state.finish_step)
-        except OSError:
-            if self._rank_context.world_size == 1:
-                for index in self._state.unfinished & self._records.keys():
-                    self._missing[index] = self._records[index]
+        except Exception as failure:  # of whatever kind: the others are not to count on this step
+            with suppress(Exception):
+                self._state.wait_for_updates()  # where the handler of a signal has raised
+            left = [self._records[i] for i in self._state.unfinished & self._records.keys()]
+            if self._state.mixture.is_left or any(record.is_partitioned for record in left):
+                # The others have their parts from after the step, and nobody those from before it.
+                self._rank_context.leave(failure)
+            if isinstance(failure, OSError):
+                self._missing.update((r.index, r) for r in left if not r.is_partitioned)
             raise
 
     def _meet(self, steps: Callable[[], int]) -> None:

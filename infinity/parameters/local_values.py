@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from aio import AioError
@@ -19,8 +22,9 @@ def weight_of(state: TieredState, record: Record) -> torch.Tensor:
     return weight.view(record.kept_shape).to(state.device)
 
 
-def write_back(state: TieredState, record: Record) -> None:
-    """Take what a program made of the weights of ``record``.
+def write_back(state: TieredState, record: Record) -> Callable[[], None]:
+    """Take what a program made of the weights of ``record``; what is returned puts back what there
+    was before, or raises ``AioError`` and leaves it mixed.
 
     Elements of which a bit was changed become the master exactly; the others keep the master's low
     bits. Raises ``AioError`` when they cannot be written. What there was is put back then; where
@@ -32,23 +36,32 @@ def write_back(state: TieredState, record: Record) -> None:
     after = record.parameter.data.reshape(-1)[kept].to(before.dtype)
     changed = (bits_of(before) != bits_of(after)).any(1)
     if not changed.any():
-        return
+        return lambda: None
     master = state.read_values(record.index, 0, record.spec.numel)
     values = torch.where(changed.cpu(), after.cpu().to(master.dtype), master)
+    # An interrupt comes before or after.
+    run_apart(partial(_fill, state, record, values, before=master), "infinity-modify")
+    return partial(run_apart, partial(_fill, state, record, master), "infinity-modify")
 
-    def fill() -> None:
-        with state.mixture.changing(f"keeping what gathered() changed of {record.name}") as change:
-            change.begin(Scope(values=frozenset({record.index})))
-            try:
-                state.fill(record.index, values)
-            except AioError:
-                state.fill(record.index, master)
+
+def _fill(
+    state: TieredState,
+    record: Record,
+    values: torch.Tensor,
+    *,
+    before: torch.Tensor | None = None,
+) -> None:
+    with state.mixture.changing(f"keeping what gathered() changed of {record.name}") as change:
+        change.begin(Scope(values=frozenset({record.index})))
+        try:
+            state.fill(record.index, values)
+        except AioError:
+            if before is not None:
+                state.fill(record.index, before)
                 change.undone()
-                raise
-            finally:
-                state.weights.drop()
-
-    run_apart(fill, "infinity-modify")  # an interrupt comes before or after
+            raise
+        finally:
+            state.weights.drop()
 
 
 def read_values(state: TieredState, record: Record, out: torch.Tensor) -> None:

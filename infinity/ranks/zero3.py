@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from checkpoint.errors import RankFailedError
 from checkpoint.format.checksum import crc32c
 from checkpoint.ranks.coordinator import Coordinator
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
-from infinity.ranks.agreement import RankDifferenceError, check_same
+from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ranks
 from infinity.ranks.collectives import NORM, STEP, VALUES, Ranks, as_bytes
 from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory, Weights
 from infinity.ranks.reductions import Reductions
@@ -117,7 +118,10 @@ class Zero3:
         return whole.view(record.shape)
 
     def write_back(self, record: Record) -> None:
-        """Raises ``RankDifferenceError`` unless every rank made the same change."""
+        """Raises ``RankDifferenceError`` unless every rank made the same change, and, where one
+        cannot keep it, what that failed of there and ``RankFailedError`` on the others: all have
+        what there was before then.
+        """
         digest = _sum_of(record.parameter.data.reshape(-1))
         rows = self.ranks.meet(VALUES, record.index, digest)
         for rank, row in enumerate(rows):
@@ -126,8 +130,16 @@ class Zero3:
                     f"{record.name} was given other values on rank {rank} than on rank 0 inside "
                     "`gathered(..., modify=True)`; every rank has to make the same change"
                 )
-        write_back(self._state, record)
-        self.weights.drop()
+        put_back: list[Callable[[], None]] = []
+        try:
+            with on_all_ranks(self.ranks):
+                put_back.append(write_back(self._state, record))
+        except RankFailedError:
+            for undo in put_back:  # others have their parts from before the change
+                undo()
+            raise
+        finally:
+            self.weights.drop()
 
     def read_values(self, record: Record, out: torch.Tensor) -> None:
         if not record.is_partitioned:

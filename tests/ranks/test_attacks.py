@@ -37,3 +37,25 @@ def test_a_rank_without_room_for_its_swap_file_is_named_on_every_rank(tmp_path: 
     assert first["full"].startswith(f"RankFailedError: rank 1 failed: {why}"), first
     assert first["then"] == second["then"] == ""
     assert list((tmp_path / ".infinity").glob("*")) == []
+
+
+def test_a_step_that_one_rank_cannot_finish_gives_no_rank_values_of_two_moments(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(rank_attacks.unfinished_steps, tmp_path, 2)
+    assert first["full"].startswith("RankFailedError: rank 1 failed: AioError: full"), first
+    assert second["full"].startswith("AioError: full"), second
+    for told in (first, second):
+        assert told["on meta"] == [f"layers.{number}.weight" for number in range(3)]
+        assert told["other"] == []
+        assert told["then"] == ""
+    assert list((tmp_path / ".infinity").glob("*")) == []
+
+
+def test_a_change_that_one_rank_cannot_keep_is_kept_by_none(tmp_path: Path) -> None:
+    first, second = run_ranks(rank_attacks.unkept_changes, tmp_path, 2)
+    assert first["full"].startswith("RankFailedError: rank 1 failed: AioError: full"), first
+    assert second["full"].startswith("AioError: full"), second
+    for told in (first, second):
+        assert told["then"] == ""
+        assert told["changed"] == [0, 1]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import checkpoint
 import infinity
-from tests.support.models import seeded, vector_loss
+from aio import AioError
+from swap.storage.extents import ExtentStore
+from swap.update.stages import Stages
+from tests.support.models import first_weight, seeded, vector_loss
 from tests.support.rank_jobs import complaint, gpt, least_budget, loss_of, stack, world
 
 
@@ -73,6 +81,69 @@ def full_disks(rank: int, folder: Path) -> dict[str, str]:
         told = {"full": complaint(train)}
     told["then"] = complaint(train)
     return told
+
+
+def unfinished_steps(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 cannot write what the last step makes of the state that it keeps on NVMe."""
+    host_memory = least_budget(partial(stack, 768), folder)
+    models = [stack(768), stack(768)]
+
+    def train(model: nn.Module) -> None:
+        with infinity.offload(
+            model, folder, host_memory=host_memory, process_group=world()
+        ) as offloaded:
+            vector_loss(model, 0, width=768).backward()
+            offloaded.step()
+
+    def fail(stages: Stages, *arguments: Any) -> None:
+        raise AioError("full", errno=errno.ENOSPC, filename="state.swap")
+
+    with patch.object(Stages, "_allocate", fail) if rank == 1 else nullcontext():
+        told = {"full": complaint(lambda: train(models[0]))}
+    told["then"] = complaint(lambda: train(models[1]))
+    given = {name: p for name, p in models[0].named_parameters() if not p.is_meta}
+    expected = dict(models[1].named_parameters())
+    return told | {
+        "on meta": sorted(expected.keys() - given.keys()),
+        "other": [name for name, p in given.items() if not torch.equal(p, expected[name])],
+    }
+
+
+def unkept_changes(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 cannot write what `gathered` is to keep of a weight; then it can."""
+    model = stack(768)
+    host_memory = least_budget(partial(stack, 768), folder)
+    write, fails = ExtentStore.write, False
+
+    def write_or_fail(store: ExtentStore, *arguments: Any) -> Any:
+        nonlocal fails
+        if fails:
+            fails = False
+            raise AioError("full", errno=errno.ENOSPC, filename="state.swap")
+        return write(store, *arguments)
+
+    def change(offloaded: infinity.OffloadedModel, *, is_full: bool) -> None:
+        nonlocal fails
+        with offloaded.gathered(weight, modify=True):
+            torch.nn.init.ones_(weight)
+            fails = is_full
+
+    def changed(offloaded: infinity.OffloadedModel) -> float:
+        with offloaded.gathered(weight):
+            return (weight == 1).float().mean().item()
+
+    weight = first_weight(model)
+    with (
+        patch.object(ExtentStore, "write", write_or_fail),
+        infinity.offload(
+            model, folder, host_memory=host_memory, process_group=world()
+        ) as offloaded,
+    ):
+        told = {"full": complaint(lambda: change(offloaded, is_full=rank == 1))}
+        shares = [changed(offloaded)]
+        told["then"] = complaint(lambda: change(offloaded, is_full=False))
+        shares.append(changed(offloaded))
+    return told | {"changed": shares}
 
 
 @contextmanager
