@@ -148,13 +148,13 @@ class _Product(torch.autograd.Function):
             if needs_x:
                 check_unchanged(tile, ctx.versions)
                 weight = tile.parameter if at is None else tile.parameter[at]
-                of_x = torch.mm(own, weight.to(own.dtype)).view(x.shape).to(x.dtype)
+                of_x = torch.mm(own, weight.to(own.dtype).conj()).view(x.shape).to(x.dtype)
             if needs_bias:
                 of_bias = own.sum(0)
 
         def make() -> torch.Tensor:
             with torch.autocast(gradient.device.type, enabled=False):
-                return torch.mm(own.t(), _flat(x).to(own.dtype)).to(tile.parameter.dtype)
+                return torch.mm(own.t(), _flat(x).conj().to(own.dtype)).to(tile.parameter.dtype)
 
         of_weight = _deferred(tile, make, at) if needs_weight else None
         return gradient if needs_out else None, of_x, of_weight, of_bias, None, None, None

@@ -305,7 +305,8 @@ def _linear(
     if isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
         return NotImplemented
     kind = input.device.type
-    autocast = torch.is_autocast_enabled(kind) and input.dtype.is_floating_point
+    is_cast = input.dtype.is_floating_point and input.dtype != torch.float64  # by torch itself
+    autocast = torch.is_autocast_enabled(kind) and is_cast
     dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
     if weight._at is not None:
         return multiply_with_one(weight._tiles[0], weight._at, input, bias, dtype)
