@@ -78,6 +78,17 @@ def taken(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.compute() if isinstance(gradient, DeferredGradient) else gradient
 
 
+def deferred(weight: torch.Tensor, make: Make, at: int | None = None) -> torch.Tensor:
+    """What ``make`` gives: later, but where its own gradient is asked for (``create_graph``)."""
+    gradient = DeferredGradient.of(weight, make, at)
+    if not torch.is_grad_enabled():
+        return gradient
+    if at is None:
+        return make()
+    zeros = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return zeros.index_put((torch.tensor(at),), make())
+
+
 def take_as_they_arrive(tiles: Sequence[torch.Tensor]) -> None:
     """Compute the gradients of ``tiles`` before hooks of the program, and who differentiates by
     them, have them: values kept by these are those of then, whatever becomes of the operands.
