@@ -37,7 +37,11 @@ class Rows:
 
 
 def is_usual(x: Any) -> bool:
-    """Whether tiles serve this operand: others, and forward derivatives, take the whole."""
+    """Whether tiles serve this operand: others, forward derivatives, and transforms of torch.func
+    take the whole.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return False
     is_dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
     return is_dense and not x.is_meta and forward_ad._current_level < 0
 

@@ -299,8 +299,7 @@ def _linear(
     weight: Any,
     bias: torch.Tensor | None = None,
 ) -> Any:
-    is_ours = isinstance(weight, TiledWeight) and _is_operand(input)
-    if not is_ours or torch._C._are_functorch_transforms_active():
+    if not isinstance(weight, TiledWeight) or not _is_operand(input):
         return NotImplemented
     if isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
         return NotImplemented

@@ -110,3 +110,12 @@ def test_gradients_of_a_tied_table_that_a_program_keeps_are_of_both_uses(nvme: P
         kept = torch.autograd.grad(model(batch).square().mean(), model[0].weight.tiles)
         batch.zero_()
         torch.testing.assert_close(torch.cat(kept), expected)
+
+
+def test_vmap_maps_over_tables_and_layers_in_tiles(nvme: Path) -> None:
+    tokens = torch.tensor([[1, 999, 5], [5, 0, 444]])
+    model = seeded(make_tied)
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND):
+        assert is_in_tiles(model[0])
+        with torch.no_grad():
+            torch.testing.assert_close(torch.vmap(model)(tokens), model(tokens))
