@@ -169,7 +169,7 @@ class TiledWeight(torch.Tensor):
         """The same without history: the memory itself where that is the program's to change."""
         if all(map(is_program_s, self.tiles)):
             with torch.no_grad():
-                return self.whole()
+                return self.whole().detach()  # which can be given history, as a view cannot
         data = self.part(self._tiles, torch.Tensor.detach)
         data._at, data._is_transposed = self._at, self._is_transposed
         data._is_data = True
