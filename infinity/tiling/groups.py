@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity.tiling.deferred import DeferredGradient, deferred
+from infinity.tiling.deferred import deferred
 from infinity.tiling.pieces import check_unchanged
 from infinity.tiling.tile import Tile
 from infinity.tiling.wholes import VersionsOf
@@ -165,7 +165,7 @@ class _Touch(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         _, _, *needs = ctx.needs_input_grad
         of_weights = [
-            DeferredGradient.of(tile.parameter, _zeros(tile.parameter)) if needed else None
+            deferred(tile.parameter, _zeros(tile.parameter)) if needed else None
             for tile, needed in zip(ctx.tiles, needs, strict=True)
         ]
         return gradient, None, *of_weights
