@@ -14,6 +14,7 @@ from torch import nn
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
 from infinity.tiling.belongings import cut_gradient, rows_of_parameter, watch_arrivals
 from infinity.tiling.cuttable import Owner
+from infinity.tiling.deferred import take_as_they_arrive
 from infinity.tiling.groups import begin_computing, end_computing, touch
 from infinity.tiling.state_dicts import StateDictHooks
 from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
@@ -59,6 +60,7 @@ class CutWeight:
         self._face = TiledWeight.of(
             self._tiles, self.name, self._placeholder(), is_partitioned=is_partitioned
         )
+        take_as_they_arrive(self._face.tiles)
         watch_arrivals(self._face, self.name, self._face.tiles)
         self._hooks = [
             StateDictHooks(module, own, self._tiles, parameter.shape, order[: order.index(own)])

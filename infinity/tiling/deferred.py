@@ -8,11 +8,15 @@ one tile's is ever in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
+
+from infinity.parameters.offloaded.assigned import when_flagged
+from infinity.parameters.offloaded.modes import unseen
 
 Make = Callable[[], torch.Tensor]
 Maker = tuple[Make, int | None]
@@ -72,6 +76,33 @@ class DeferredGradient(torch.Tensor):
 def taken(gradient: torch.Tensor) -> torch.Tensor:
     """``gradient`` in memory."""
     return gradient.compute() if isinstance(gradient, DeferredGradient) else gradient
+
+
+def deferred(weight: torch.Tensor, make: Make, at: int | None = None) -> torch.Tensor:
+    """What ``make`` gives: later, but where its own gradient is asked for (``create_graph``)."""
+    gradient = DeferredGradient.of(weight, make, at)
+    if not torch.is_grad_enabled():
+        return gradient
+    if at is None:
+        return make()
+    zeros = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return zeros.index_put((torch.tensor(at),), make())
+
+
+def take_as_they_arrive(tiles: Sequence[torch.Tensor]) -> None:
+    """Compute the gradients of ``tiles`` before hooks of the program, and who differentiates by
+    them, have them: values kept by these are those of then, whatever becomes of the operands.
+    """
+    for tile in tiles:
+        # The first hook of all: a parameter that comes with some is not cut.
+        watch: Callable[[], object] = partial(tile.register_hook, _taken_unseen)
+        if tile.requires_grad:
+            watch()
+        else:
+            when_flagged(tile, watch)
+
+
+_taken_unseen = unseen(taken)
 
 
 def _made_by(

@@ -13,9 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from infinity.tiling.deferred import DeferredGradient
+from infinity.tiling.deferred import deferred
 from infinity.tiling.pieces import check_unchanged
 from infinity.tiling.tile import Tile
 from infinity.tiling.wholes import VersionsOf
@@ -88,10 +87,9 @@ class _Groups(torch.autograd.Function):
     ) -> torch.Tensor:
         columns = weights[0].shape[1 if is_transposed else 2]
         out = x.new_zeros((len(x), columns))
-        with torch.autocast(x.device.type, enabled=False):
-            for tile, own in zip(tiles, spans, strict=True):
-                if own or fetches_all:
-                    tile(_fill, x, out, own, is_transposed)
+        for tile, own in zip(tiles, spans, strict=True):
+            if own or fetches_all:
+                tile(_fill, x, out, own, is_transposed)
         ctx.save_for_backward(x)
         ctx.tiles, ctx.spans, ctx.is_transposed = tiles, spans, is_transposed
         ctx.fetches_all = fetches_all
@@ -99,7 +97,6 @@ class _Groups(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         needs_x, _, _, _, _, *needs_weights = ctx.needs_input_grad
@@ -112,7 +109,7 @@ class _Groups(torch.autograd.Function):
                 check_unchanged(tile, versions)
                 tile(_fill, gradient, of_x, spans, not ctx.is_transposed)
             make = _maker(tile, spans, x, gradient, is_transposed=ctx.is_transposed)
-            of_weights.append(DeferredGradient.of(tile.parameter, make) if needs_weight else None)
+            of_weights.append(deferred(tile.parameter, make) if needs_weight else None)
         return of_x, None, None, None, None, *of_weights
 
 
@@ -125,7 +122,7 @@ def _fill(
 ) -> torch.Tensor:
     for at, start, stop in spans:
         matrix = weight[at].t() if is_transposed else weight[at]
-        out[start:stop] = torch.mm(x[start:stop], matrix)
+        out[start:stop] = _mm(x[start:stop], matrix)
     return out
 
 
@@ -144,10 +141,16 @@ def _maker(
         for at, start, stop in spans:
             rows, outputs = x[start:stop], gradient[start:stop]
             pair = (outputs.t(), rows) if is_transposed else (rows.t(), outputs)
-            out[at] = torch.mm(*pair)
+            out[at] = _mm(*pair)
         return out
 
     return make
+
+
+def _mm(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """In their own dtype, also within ``autocast``, which leaves ``_grouped_mm`` alone."""
+    with torch.autocast(first.device.type, enabled=False):
+        return torch.mm(first, second)
 
 
 class _Touch(torch.autograd.Function):
@@ -162,7 +165,7 @@ class _Touch(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         _, _, *needs = ctx.needs_input_grad
         of_weights = [
-            DeferredGradient.of(tile.parameter, _zeros(tile.parameter)) if needed else None
+            deferred(tile.parameter, _zeros(tile.parameter)) if needed else None
             for tile, needed in zip(ctx.tiles, needs, strict=True)
         ]
         return gradient, None, *of_weights

@@ -21,7 +21,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from infinity.tiling.deferred import DeferredGradient
+from infinity.tiling.deferred import deferred
 from infinity.tiling.tile import Tile
 from infinity.tiling.wholes import VersionsOf
 
@@ -37,7 +37,11 @@ class Rows:
 
 
 def is_usual(x: Any) -> bool:
-    """Whether tiles serve this operand: others, and forward derivatives, take the whole."""
+    """Whether tiles serve this operand: others, forward derivatives, and transforms of torch.func
+    take the whole.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return False
     is_dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
     return is_dense and not x.is_meta and forward_ad._current_level < 0
 
@@ -108,7 +112,7 @@ class _Lookup(torch.autograd.Function):
             return rows[:size]
 
         needs_out, needs_weight, *_ = ctx.needs_input_grad
-        of_weight = _deferred(tile, make) if needs_weight else None
+        of_weight = deferred(tile.parameter, make) if needs_weight else None
         return gradient if needs_out else None, of_weight, None, None, None
 
 
@@ -148,15 +152,15 @@ class _Product(torch.autograd.Function):
             if needs_x:
                 check_unchanged(tile, ctx.versions)
                 weight = tile.parameter if at is None else tile.parameter[at]
-                of_x = torch.mm(own, weight.to(own.dtype)).view(x.shape).to(x.dtype)
+                of_x = torch.mm(own, weight.to(own.dtype).conj()).view(x.shape).to(x.dtype)
             if needs_bias:
                 of_bias = own.sum(0)
 
         def make() -> torch.Tensor:
             with torch.autocast(gradient.device.type, enabled=False):
-                return torch.mm(own.t(), _flat(x).to(own.dtype)).to(tile.parameter.dtype)
+                return torch.mm(own.t(), _flat(x).conj().to(own.dtype)).to(tile.parameter.dtype)
 
-        of_weight = _deferred(tile, make, at) if needs_weight else None
+        of_weight = deferred(tile.parameter, make, at) if needs_weight else None
         return gradient if needs_out else None, of_x, of_weight, of_bias, None, None, None
 
 
@@ -169,17 +173,6 @@ def _product(
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """As a matrix of its rows."""
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _deferred(tile: Tile, make: Callable[[], torch.Tensor], at: int | None = None) -> torch.Tensor:
-    """What ``make`` gives: later, but where its own gradient is asked for (``create_graph``)."""
-    gradient = DeferredGradient.of(tile.parameter, make, at)
-    if not torch.is_grad_enabled():
-        return gradient
-    if at is None:
-        return make()
-    zeros = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    return zeros.index_put((torch.tensor(at),), make())
 
 
 def check_unchanged(tile: Tile, versions: VersionsOf) -> None:

@@ -169,7 +169,7 @@ class TiledWeight(torch.Tensor):
         """The same without history: the memory itself where that is the program's to change."""
         if all(map(is_program_s, self.tiles)):
             with torch.no_grad():
-                return self.whole()
+                return self.whole().detach()  # which can be given history, as a view cannot
         data = self.part(self._tiles, torch.Tensor.detach)
         data._at, data._is_transposed = self._at, self._is_transposed
         data._is_data = True
@@ -299,13 +299,13 @@ def _linear(
     weight: Any,
     bias: torch.Tensor | None = None,
 ) -> Any:
-    is_ours = isinstance(weight, TiledWeight) and _is_operand(input)
-    if not is_ours or torch._C._are_functorch_transforms_active():
+    if not isinstance(weight, TiledWeight) or not _is_operand(input):
         return NotImplemented
     if isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
         return NotImplemented
     kind = input.device.type
-    autocast = torch.is_autocast_enabled(kind) and input.dtype.is_floating_point
+    is_cast = input.dtype.is_floating_point and input.dtype != torch.float64  # by torch itself
+    autocast = torch.is_autocast_enabled(kind) and is_cast
     dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
     if weight._at is not None:
         return multiply_with_one(weight._tiles[0], weight._at, input, bias, dtype)

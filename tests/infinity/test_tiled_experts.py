@@ -110,6 +110,48 @@ def test_gradients_of_experts_are_those_of_the_whole(nvme: Path) -> None:
                     assert torch.equal(found, getattr(theirs, name).grad)  # type: ignore[arg-type]
 
 
+def test_backward_within_autocast_gives_grouped_products_the_gradients_of_the_whole(
+    nvme: Path,
+) -> None:
+    """Those are in float32: ``autocast`` leaves ``F.grouped_mm`` alone."""
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        loss: torch.Tensor = model(torch.randn(7, WIDTH, generator=generator)).square().sum()
+        return loss
+
+    model: Any = seeded(partial(Layers, "grouped_mm"))
+    plain: Any = seeded(partial(Layers, "grouped_mm"))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(plain).backward()
+    with (
+        infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND) as block,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        loss_of(model).backward()
+        for ours, theirs in zip(model.layers, plain.layers, strict=True):
+            found = block.gradient(ours.gate_up_proj)
+            assert found is not None
+            assert torch.equal(found, theirs.gate_up_proj.grad)
+
+
+@pytest.mark.parametrize("kind", ["grouped_mm", "eager"])
+def test_penalties_of_gradients_through_experts_train_as_without_tiles(
+    kind: str, nvme: Path
+) -> None:
+    def penalised(model: nn.Module, step: int) -> torch.Tensor:
+        x = torch.randn(7, WIDTH, requires_grad=True)
+        loss = model(x).square().sum()
+        slopes = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
+        return sum((slope.square().sum() for slope in slopes), loss)
+
+    runs = [
+        train(partial(Layers, kind), penalised, nvme, host_memory=WHOLE, steps=1, **options)
+        for options in ({}, {"max_parameter_bytes": BOUND})
+    ]
+    assert same_values(runs[0].values, runs[1].values)
+
+
 def test_recomputed_layers_of_experts_give_the_same(nvme: Path) -> None:
     class Recomputing(Layers):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,7 @@ WRITES: dict[str, Entrance] = {
     "row of data set": lambda w: w.data.__setitem__(5, 0.0),
     "data": lambda w: w.data.zero_(),
     "data by operator": _by_operator,
+    "data with history": lambda w: w.data.add_(torch.ones(w.shape[1], requires_grad=True) * 0.5),
     "row of detached": lambda w: w.detach()[5].zero_(),
     "detached": lambda w: w.detach().mul_(0.5),
     "kept view": _through_kept_view,
