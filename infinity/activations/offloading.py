@@ -27,7 +27,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.activations.storage import SavedActivation, SavedStorage, version_probe_of
+from infinity.activations.storage import SavedActivation, SavedStorage
+from infinity.parameters.offloaded.changes import version_probe_of
 from swap.interruptions.forks import check_process
 from swap.plain import is_plain
 

@@ -20,6 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from aio import AioError, Operation
+from infinity.parameters.offloaded.changes import version_probe_of
 from swap.device.interface import Event
 from swap.interruptions.undo import Undo
 from swap.memory.uses import other_uses
@@ -183,14 +184,6 @@ class SavedActivation:
         tensor = self.version_probe.detach()
         tensor.data = empty.set_(there.untyped_storage(), self.offset, self.size, self.stride)
         return tensor
-
-
-def version_probe_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that has the version counter of ``tensor``."""
-    version_probe = tensor.detach()
-    # Setting the data keeps the counter, which detach() shares.
-    version_probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return version_probe
 
 
 class Volume:

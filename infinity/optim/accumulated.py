@@ -25,7 +25,7 @@ from infinity.parameters.offloaded.parameter import take_grad
 from infinity.parameters.offloaded.placeholders import came_frozen
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
-from infinity.tiling.deferred import taken
+from infinity.tiling.gradients import taken
 from swap.interruptions.forks import check_process
 from swap.tiered import TieredState
 

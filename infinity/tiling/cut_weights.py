@@ -12,12 +12,18 @@ import torch
 from torch import nn
 
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
-from infinity.tiling.belongings import cut_gradient, rows_of_parameter, watch_arrivals
-from infinity.tiling.cuttable import Owner
-from infinity.tiling.deferred import take_as_they_arrive
+from infinity.tiling.gradients import take_as_they_arrive, watch_arrivals
 from infinity.tiling.groups import begin_computing, end_computing, touch
 from infinity.tiling.state_dicts import StateDictHooks
-from infinity.tiling.tile import CHILD, RowRange, Tile, TileList
+from infinity.tiling.tile import (
+    CHILD,
+    Owner,
+    RowRange,
+    Tile,
+    TileList,
+    cut_gradient,
+    rows_of_parameter,
+)
 from infinity.tiling.weight import TiledWeight
 from infinity.tiling.wholes import lie_as_cut
 

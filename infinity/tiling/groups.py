@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity.tiling.deferred import deferred
+from infinity.tiling.gradients import deferred
 from infinity.tiling.pieces import check_unchanged
 from infinity.tiling.tile import Tile
 from infinity.tiling.wholes import VersionsOf

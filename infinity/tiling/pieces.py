@@ -21,7 +21,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from infinity.tiling.deferred import deferred
+from infinity.tiling.gradients import deferred
 from infinity.tiling.tile import Tile
 from infinity.tiling.wholes import VersionsOf
 

@@ -4,7 +4,7 @@ have one tile at a time in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import nn
 
 RowRange = tuple[int, int]
 """First row, and the row after the last."""
+
+Owner = tuple[str, nn.Module, str]
+"""What the model calls a module, the module, and what that calls a parameter."""
 
 CHILD = "tiles"
 """What a module calls the ``TileList`` of its parameters."""
@@ -44,6 +47,30 @@ class Tile(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
+
+
+def rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
+    """A tile: those rows, where they lie if that is contiguous, and what programs gave them."""
+    start, stop = rows
+    # Not detach(): a change of one tile would count as one of all.
+    tile = nn.Parameter(parameter.data[start:stop].contiguous(), parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        is_cut = isinstance(value, torch.Tensor) and _has_rows_of(value, parameter)
+        vars(tile)[name] = value[start:stop] if is_cut else value
+    return tile
+
+
+def _has_rows_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an attribute (a mask, say) is of each element of ``parameter``, or of each row."""
+    return value.dim() == parameter.dim() and value.shape[:1] == parameter.shape[:1]
+
+
+def cut_gradient(parameter: torch.Tensor, tiles: Sequence[tuple[Any, RowRange]]) -> None:
+    """Give the tiles of a ``parameter``, with their rows, the gradient that it has."""
+    gradient: Any = parameter.grad
+    for tile, (start, stop) in tiles:
+        tile.grad = gradient[start:stop]
+    parameter.grad = None
 
 
 class TileList(nn.ModuleList):

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.tiling.belongings import rows_of_parameter
-from infinity.tiling.tile import RowRange, refused_as_whole
+from infinity.tiling.tile import RowRange, refused_as_whole, rows_of_parameter
 from swap.tiers import check_count, parse_bytes
 
 

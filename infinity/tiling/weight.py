@@ -26,10 +26,9 @@ from infinity.parameters.offloaded.placeholders import (
     placeholder,
     refusal_of_gradient,
 )
-from infinity.tiling.belongings import OF_GRADIENT, asks_for_node
-from infinity.tiling.gradient import GradientOfTiles
+from infinity.tiling import pieces
+from infinity.tiling.gradients import OF_GRADIENT, GradientOfTiles, asks_for_node
 from infinity.tiling.groups import multiply_groups, selected
-from infinity.tiling.pieces import Rows, attention, is_usual, look_up, multiply, multiply_with_one
 from infinity.tiling.tile import Tile
 from infinity.tiling.wholes import (
     check_own_data,
@@ -270,7 +269,7 @@ def _is_cut_off(args: Any, kwargs: Any) -> bool:
 
 
 def _is_operand(x: Any) -> bool:
-    return is_usual(x) and not isinstance(x, TiledWeight)
+    return pieces.is_usual(x) and not isinstance(x, TiledWeight)
 
 
 def _embedding(
@@ -290,8 +289,8 @@ def _embedding(
     if input.numel() and (int(input.min()) < 0 or int(input.max()) >= rows):
         raise IndexError(f"index out of range in self: {weight._name} has {rows} rows")
     padding = -1 if padding_idx is None else padding_idx % rows
-    how = Rows(padding, scale_grad_by_freq, fetches_all=weight._is_partitioned)
-    return look_up(weight._tiles, input, how)
+    how = pieces.Rows(padding, scale_grad_by_freq, fetches_all=weight._is_partitioned)
+    return pieces.look_up(weight._tiles, input, how)
 
 
 def _linear(
@@ -308,8 +307,8 @@ def _linear(
     autocast = torch.is_autocast_enabled(kind) and is_cast
     dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
     if weight._at is not None:
-        return multiply_with_one(weight._tiles[0], weight._at, input, bias, dtype)
-    return multiply(weight._tiles, input, bias, dtype)
+        return pieces.multiply_with_one(weight._tiles[0], weight._at, input, bias, dtype)
+    return pieces.multiply(weight._tiles, input, bias, dtype)
 
 
 def _split(weight: Any, split_size: int | Sequence[int], dim: int = 0) -> Any:
@@ -383,7 +382,7 @@ def _grouped(
 def _attention(*args: Any, **kwargs: Any) -> Any:
     """Tile by tile also where parts are views: the bits are those of everywhere."""
     args, kwargs = tree_map_only(TiledWeight, TiledWeight.tile_by_tile, (args, kwargs))
-    return attention(*args, **kwargs)
+    return pieces.attention(*args, **kwargs)
 
 
 _SERVED: dict[Any, Callable[..., Any]] = {

@@ -15,11 +15,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from infinity.activations.storage import version_probe_of
 from infinity.parameters.offloaded.changes import (
     Changes,
     LentMemory,
     copy_of,
+    version_probe_of,
     wait_for,
     writes_later,
 )

@@ -22,6 +22,14 @@ from infinity.parameters.offloaded.modes import own_modes, unseen
 from infinity.parameters.offloaded.placeholders import as_they_are
 
 
+def version_probe_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that has the version counter of ``tensor``."""
+    version_probe = tensor.detach()
+    # Setting the data keeps the counter, which detach() shares.
+    version_probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return version_probe
+
+
 class Changes:
     """Those that ``func``, which is about to run, makes in ``tensor``."""
 
