@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -246,20 +247,36 @@ def scalars_of(training: TrainingState) -> dict[str, Any]:
 def _named(
     group: Mapping[str, Any], training: TrainingState, leaves: Sequence[CheckpointTensor]
 ) -> dict[str, Any]:
-    """``group`` with the names of its parameters. What is in the order of the model has that which
-    the model has without tiles: who reads the state elsewhere may go by it.
+    """``group`` with the names of its parameters, in the order that they have without tiles: who
+    reads the state elsewhere goes by it.
     """
     records = {id(record.parameter): record for record in training.records}
     members = [records[id(parameter)] for parameter in group["params"]]
     given = group.get("param_names")
-    pairs = [*zip(members, given or members, strict=True)]
-    indices = [member.index for member in members]
-    if indices == sorted(indices):
-        parts = (part.index for leaf in leaves for part in leaf.parts)
-        order = {index: position for position, index in enumerate(parts)}
-        pairs.sort(key=lambda pair: order[pair[0].index])
+    names = given or [member.name for member in members]
+    pairs = _without_tiles([*zip(members, names, strict=True)], leaves)
     named = {"params": [member.name for member, _ in pairs]}
     return {**group, **named, **({"param_names": [own for _, own in pairs]} if given else {})}
+
+
+def _without_tiles(
+    pairs: Sequence[tuple[Record, str]], leaves: Sequence[CheckpointTensor]
+) -> list[tuple[Record, str]]:
+    """``pairs`` in the order that they have without tiles. Each stretch of them in the order of the
+    model, or all of them in the opposite one, is what some part of it gave as its parameters.
+    """
+    indices = [member.index for member, _ in pairs]
+    if len(indices) > 1 and indices == sorted(indices, reverse=True):
+        return _without_tiles(pairs[::-1], leaves)[::-1]
+    parts = (part.index for leaf in leaves for part in leaf.parts)
+    order = {index: position for position, index in enumerate(parts)}
+    ends = [at for at in range(1, len(pairs)) if indices[at] < indices[at - 1]]
+    stretches = (pairs[start:stop] for start, stop in pairwise([0, *ends, len(pairs)]))
+    return [
+        pair
+        for stretch in stretches
+        for pair in sorted(stretch, key=lambda pair: order[pair[0].index])
+    ]
 
 
 def export(training: TrainingState, folder: str | os.PathLike[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,39 @@ def test_moments_of_tiles_are_exported_as_those_of_whole_parameters(
     for number, kept in whole["state"].items():
         assert all(v.shape == tiled["state"][number][k].shape for k, v in kept.items())
         torch.testing.assert_close(tiled["state"][number]["exp_avg"], kept["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: [p for part in reversed([*model.children()]) for p in part.parameters()],
+        lambda model: [*model.parameters()][::-1],
+        lambda model: sorted(model.parameters(), key=torch.Tensor.dim),
+    ],
+)
+def test_numbers_of_parameters_in_tiles_are_those_that_a_factory_gave(
+    given: Callable[[Any], Any], nvme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bias, which is no tile, came before the weight that a head had first."""
+    names = []
+    for tiles in (None, "256KiB"):
+        model = seeded(Attending)
+        make = partial(_adamw_of, given, model)
+        with infinity.offload(
+            model, nvme, optimizer=make, host_memory="256MiB", max_parameter_bytes=tiles
+        ) as offloaded:
+            model(torch.ones(2, 512)).square().mean().backward()
+            offloaded.step()
+            offloaded.save(tmp_path / "ours")
+        run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+        (group,) = torch.load(tmp_path / "opt.pt", weights_only=True)["param_groups"]
+        names.append(group["param_names"])
+        assert "of the order that param_names" in " ".join(capsys.readouterr().out.split())
+    assert names[0] == names[1]
+
+
+def _adamw_of(given: Callable[[Any], Any], model: nn.Module, _: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(given(model))
 
 
 def test_largest_second_moments_are_exported(nvme: Path, tmp_path: Path) -> None:

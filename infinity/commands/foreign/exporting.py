@@ -132,12 +132,12 @@ def parameters_for(
     path: str | os.PathLike[str], stripe_dirs: StripeDirs | None = None
 ) -> str | None:
     """What to say of the parameters that an optimizer is to have which loads the file: not all of
-    the model's in one group; None where it is those.
+    the model's in one group and in their order; None where it is those.
     """
     saved = _training_of(path, stripe_dirs)
     members = [_members(group) for group in saved["groups"]]
-    count, known = sum(map(len, members)), {whole_name(name) for name in saved["steps"]}
-    if len(members) == 1 and count == len(known):
+    count, known = sum(map(len, members)), [*dict.fromkeys(map(whole_name, saved["steps"]))]
+    if members == [known]:
         return None
     return (
         f"for an optimizer with {count} of the {len(known)} parameters, in {len(members)} group(s) "
