@@ -209,8 +209,8 @@ class Loans:
 
         def keep() -> None:
             with self._state.changing:  # or a save could begin with what only some of them are
-                for index in indices:
-                    own_modes(self._rank_context.write_back)(self._records[index])
+                for piece in self._pieces(indices):
+                    own_modes(self._rank_context.write_back)(piece)
 
         if self._rank_context.world_size == 1:
             run_apart(keep, "infinity-gathered")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -22,9 +23,19 @@ def weight_of(state: TieredState, record: Record) -> torch.Tensor:
     return weight.view(record.kept_shape).to(state.device)
 
 
-def write_back(state: TieredState, record: Record) -> Callable[[], None]:
-    """Take what a program made of the weights of ``record``; what is returned puts back what there
-    was before, or raises ``AioError`` and leaves it mixed.
+def write_back(state: TieredState, records: Iterable[Record]) -> Callable[[], None]:
+    """Take what a program made of the weights of ``records``, of all or, where one cannot be
+    written, of none; what is returned puts back what there was before, or raises ``AioError`` and
+    leaves it mixed.
+    """
+    with ExitStack() as put_back:
+        for record in records:
+            put_back.callback(_write_back(state, record))
+        return put_back.pop_all().close
+
+
+def _write_back(state: TieredState, record: Record) -> Callable[[], None]:
+    """``write_back`` of one.
 
     Elements of which a bit was changed become the master exactly; the others keep the master's low
     bits. Raises ``AioError`` when they cannot be written. What there was is put back then; where

@@ -94,8 +94,8 @@ class RankContext(Protocol):
     def weight_of(self, record: Record) -> torch.Tensor:
         """A copy of the weights, whole, in the shape of the parameter, on the compute device."""
 
-    def write_back(self, record: Record) -> None:
-        """Take what a program made of the weights of ``record``."""
+    def write_back(self, records: Sequence[Record]) -> None:
+        """Take what a program made of the weights of ``records``, of all or of none."""
 
     def read_values(self, record: Record, out: torch.Tensor) -> None:
         """Fill ``out``, contiguous, with what was computed with, or the master where that says
@@ -167,8 +167,8 @@ class SingleRank:
     def weight_of(self, record: Record) -> torch.Tensor:
         return weight_of(self._state, record)
 
-    def write_back(self, record: Record) -> None:
-        write_back(self._state, record)
+    def write_back(self, records: Sequence[Record]) -> None:
+        write_back(self._state, records)
 
     def read_values(self, record: Record, out: torch.Tensor) -> None:
         read_values(self._state, record, out)

@@ -117,11 +117,25 @@ class Zero3:
         whole = self._whole(record, part.to(self._state.device))
         return whole.view(record.shape)
 
-    def write_back(self, record: Record) -> None:
+    def write_back(self, records: Sequence[Record]) -> None:
         """Raises ``RankDifferenceError`` unless every rank made the same change, and, where one
         cannot keep it, what that failed of there and ``RankFailedError`` on the others: all have
         what there was before then.
         """
+        for record in records:
+            self._check_change(record)
+        put_back: list[Callable[[], None]] = []
+        try:
+            with on_all_ranks(self.ranks):
+                put_back.append(write_back(self._state, records))
+        except RankFailedError:
+            for undo in put_back:  # others have their parts from before the change
+                undo()
+            raise
+        finally:
+            self.weights.drop()
+
+    def _check_change(self, record: Record) -> None:
         digest = _sum_of(record.parameter.data.reshape(-1))
         rows = self.ranks.meet(VALUES, record.index, digest)
         for rank, row in enumerate(rows):
@@ -130,16 +144,6 @@ class Zero3:
                     f"{record.name} was given other values on rank {rank} than on rank 0 inside "
                     "`gathered(..., modify=True)`; every rank has to make the same change"
                 )
-        put_back: list[Callable[[], None]] = []
-        try:
-            with on_all_ranks(self.ranks):
-                put_back.append(write_back(self._state, record))
-        except RankFailedError:
-            for undo in put_back:  # others have their parts from before the change
-                undo()
-            raise
-        finally:
-            self.weights.drop()
 
     def read_values(self, record: Record, out: torch.Tensor) -> None:
         if not record.is_partitioned:

@@ -225,8 +225,8 @@ def test_interrupt_between_changes_that_are_taken_back_leaves_all_or_none(nvme: 
         taken = []
         write_back = offloaded._training.rank_context.write_back
 
-        def interrupted(record: Any) -> None:
-            write_back(record)
+        def interrupted(records: Any) -> None:
+            write_back(records)
             taken.append(threading.current_thread() is threading.main_thread())
 
         patched = patch.object(offloaded._training.rank_context, "write_back", interrupted)

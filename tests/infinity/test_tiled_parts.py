@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import infinity
+from aio import AioError
+from swap.tiered import TieredState
 from tests.support.models import seeded
 from tests.support.training import WHOLE, same_values
 
@@ -150,6 +153,35 @@ def test_values_with_history_are_written_into_data(nvme: Path) -> None:
         write(plain)
         with offloaded.gathered():
             assert same_values(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_change_of_which_one_tile_cannot_be_written_is_kept_of_none(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiles before it had it: half of the weight was of after."""
+    model, plain = seeded(Net), seeded(Net)
+    fill, left = TieredState.fill, [1]
+
+    def fill_or_fail(state: TieredState, index: int, values: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise AioError("full", errno=errno.ENOSPC, filename="state.swap")
+        fill(state, index, values)
+
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND) as offloaded:
+        with monkeypatch.context() as patched:
+            patched.setattr(TieredState, "fill", fill_or_fail)
+            with (
+                pytest.raises(AioError, match="full"),
+                offloaded.gathered([model.wide.weight], modify=True),
+            ):
+                model.wide.weight.data.fill_(1)
+        with offloaded.gathered():
+            assert same_values(dict(model.state_dict()), dict(plain.state_dict()))
+        with offloaded.gathered([model.wide.weight], modify=True):
+            model.wide.weight.data.fill_(1)
+        with offloaded.gathered():
+            assert bool((model.wide.weight == 1).all())
 
 
 def _forward_derivative(layer: nn.Module) -> torch.Tensor:

@@ -184,7 +184,7 @@ def test_a_change_that_another_rank_did_not_make_is_refused_by_name(records: lis
     with pytest.raises(
         RankDifferenceError, match=f"{record.name} was given other values on rank 1"
     ):
-        over.write_back(record)
+        over.write_back([record])
 
 
 def test_an_error_that_leaves_the_block_is_told_and_a_good_end_is_not(
