@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from infinity import OffloadedAdamW
 from infinity.adamw import state as offloaded_state
 from infinity.adamw.state import StateBytes
 from swap.tiers import BudgetError
+from tests.support.optimizer_state import ways_to_change_state
 
 
 def make(parameters: list[nn.Parameter], nvme: Path, memory: str = "64MiB") -> OffloadedAdamW:
@@ -126,17 +125,7 @@ def test_state_has_that_of_a_parameter_and_is_not_changed_through(tmp_path: Path
         entry = optimizer.state.get(first)
         assert entry is not None
         before = entry["exp_avg"].clone()
-        changes: list[Callable[[], object]] = [
-            optimizer.state.clear,
-            optimizer.state.popitem,
-            lambda: optimizer.state.pop(first),
-            lambda: optimizer.state.pop(first, None),
-            lambda: optimizer.state.update({}),
-            lambda: optimizer.state.setdefault(first, {}),
-            lambda: optimizer.state.__delitem__(first),
-            lambda: setattr(optimizer, "state", defaultdict(dict)),
-        ]
-        for change in changes:
+        for change in ways_to_change_state(optimizer):
             with pytest.raises(TypeError, match=r"optimizer\.load_state_dict"):
                 change()
         with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):

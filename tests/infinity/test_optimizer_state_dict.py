@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from infinity.block import OffloadBlock
 from tests.support.models import LowStack as Stack
 from tests.support.models import low_vector_loss as vector_loss
 from tests.support.models import seeded
+from tests.support.optimizer_state import ways_to_change_state
 from tests.support.training import least_budget
 
 Trip = Callable[[dict[str, Any], Path], dict[str, Any]]
@@ -198,17 +198,7 @@ def test_state_is_neither_looked_for_nor_changed_through_the_optimizer(nvme: Pat
         _train(offloaded, 0)
         optimizer = offloaded.optimizer
         first = optimizer.param_groups[0]["params"][0]
-        changes: list[Callable[[], object]] = [
-            optimizer.state.clear,
-            optimizer.state.popitem,
-            lambda: optimizer.state.pop(first, None),
-            lambda: optimizer.state.update({first: {}}),
-            lambda: optimizer.state.setdefault(first, {}),
-            lambda: optimizer.state.__setitem__(first, {}),
-            lambda: optimizer.state.__delitem__(first),
-            lambda: setattr(optimizer, "state", defaultdict(dict)),
-        ]
-        for change in changes:
+        for change in ways_to_change_state(optimizer):
             with pytest.raises(TypeError, match=r"another offload block .* begins without state"):
                 change()
         looks: list[Callable[[], object]] = [
