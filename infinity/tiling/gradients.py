@@ -39,7 +39,7 @@ class DeferredGradient(torch.Tensor):
     _sum: torch.Tensor | None
 
     # Operations come to ``__torch_dispatch__``, with those of autograd's own.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def of(weight: torch.Tensor, make: Make, at: int | None = None) -> DeferredGradient:

@@ -6,7 +6,7 @@ before the model is used again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -51,8 +51,10 @@ class _Joined(torch.autograd.Function):
 
 def with_history(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """``joined_of(parts)``, which gradients flow through to them."""
-    joined: torch.Tensor = _Joined.apply(*parts)  # type: ignore[no-untyped-call]
-    return joined
+    return _join(*parts)
+
+
+_join: Callable[..., torch.Tensor] = _Joined.apply
 
 
 def joined_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
