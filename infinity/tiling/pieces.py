@@ -46,6 +46,12 @@ def is_usual(x: Any) -> bool:
     return is_dense and not x.is_meta and forward_ad._current_level < 0
 
 
+def takes_indices(indices: torch.Tensor, padding: int | None, rows: int) -> bool:
+    """Whether torch looks such indices up among so many rows, and has that padding."""
+    is_padding = padding is None or -rows <= padding < rows
+    return is_padding and indices.dtype in (torch.int64, torch.int32)
+
+
 def look_up(tiles: Sequence[Tile], indices: torch.Tensor, how: Rows) -> torch.Tensor:
     """The rows at ``indices``, which are within the weight that has these tiles."""
     first = tiles[0].parameter

@@ -283,9 +283,10 @@ def _embedding(
 ) -> Any:
     if not isinstance(weight, TiledWeight) or not _is_operand(input):
         return NotImplemented
-    if max_norm is not None or sparse or weight._tiles[0].start:
-        return NotImplemented
     rows = weight.shape[0]
+    is_taken = pieces.takes_indices(input, padding_idx, rows)
+    if not is_taken or max_norm is not None or sparse or weight._tiles[0].start:
+        return NotImplemented
     if input.numel() and (int(input.min()) < 0 or int(input.max()) >= rows):
         raise IndexError(f"index out of range in self: {weight._name} has {rows} rows")
     padding = -1 if padding_idx is None else padding_idx % rows
@@ -302,6 +303,8 @@ def _linear(
         return NotImplemented
     if isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
         return NotImplemented
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return NotImplemented  # broadcast, or refused, by torch
     kind = input.device.type
     is_cast = input.dtype.is_floating_point and input.dtype != torch.float64  # by torch itself
     autocast = torch.is_autocast_enabled(kind) and is_cast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import infinity
 from tests.support.models import is_in_tiles, make_tied, seeded
@@ -119,3 +121,50 @@ def test_vmap_maps_over_tables_and_layers_in_tiles(nvme: Path) -> None:
         assert is_in_tiles(model[0])
         with torch.no_grad():
             torch.testing.assert_close(torch.vmap(model)(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("indices", "padding"),
+    [
+        (torch.ones(3, dtype=torch.int8), None),
+        (torch.ones(0), None),
+        (torch.ones(3, dtype=torch.int64), 4 * WIDTH),
+        (torch.ones(3, dtype=torch.int64), -4 * WIDTH - 1),
+    ],
+)
+def test_what_torch_does_not_look_up_is_refused_in_its_words(
+    nvme: Path, indices: torch.Tensor, padding: int | None
+) -> None:
+    model = seeded(lambda: nn.Embedding(4 * WIDTH, WIDTH))
+    with pytest.raises((RuntimeError, AssertionError)) as expected:
+        F.embedding(indices, model.weight, padding)
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND):
+        assert is_in_tiles(model)
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+            F.embedding(indices, model.weight, padding)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 2 * WIDTH), (3, 1), (3, 2 * WIDTH)])
+def test_bias_is_broadcast_as_without_tiles(nvme: Path, shape: tuple[int, ...]) -> None:
+    def computed(model: nn.Linear) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(3, WIDTH, generator=generator)
+        bias = torch.randn(shape, generator=generator, requires_grad=True)
+        out = F.linear(x, model.weight, bias)
+        out.square().mean().backward()
+        assert bias.grad is not None
+        return [out.detach(), bias.grad]
+
+    model = seeded(lambda: nn.Linear(WIDTH, 2 * WIDTH))
+    expected = computed(model)
+    model.zero_grad()
+    with infinity.offload(model, nvme, host_memory=WHOLE, max_parameter_bytes=BOUND):
+        assert is_in_tiles(model)
+        torch.testing.assert_close(computed(model), expected)
+
+
+def test_bias_with_too_many_elements_is_refused(nvme: Path) -> None:
+    model = seeded(lambda: nn.Linear(WIDTH, 2 * WIDTH))
+    options: Any = {"host_memory": WHOLE, "max_parameter_bytes": BOUND}
+    with infinity.offload(model, nvme, **options), pytest.raises(RuntimeError, match="size"):
+        F.linear(torch.ones(3, WIDTH), model.weight, torch.ones(3 * WIDTH))
