@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ran
 from infinity.ranks.collectives import NORM, STEP, VALUES, Ranks, as_bytes
 from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory, Weights
 from infinity.ranks.reductions import Reductions
+from swap.interruptions.apart import run_apart
 from swap.plain import plain
 from swap.plan.layout import PIECE
 from swap.tiered import TieredState
@@ -124,6 +126,10 @@ class Zero3:
         """
         for record in records:
             self._check_change(record)
+        # Of several ranks that an interrupt comes to, none is to have what the others have not.
+        run_apart(partial(self._write_back, records), "infinity-modify")
+
+    def _write_back(self, records: Sequence[Record]) -> None:
         put_back: list[Callable[[], None]] = []
         try:
             with on_all_ranks(self.ranks):

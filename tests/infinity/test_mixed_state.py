@@ -8,6 +8,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from aio import AioError
 from checkpoint import CorruptCheckpointError
 from infinity.integrations.state_dicts import set_values
 from swap.storage.components import ComponentStore
+from swap.storage.extents import ExtentStore
 from tests.support.models import seeded
 from tests.support.training import WHOLE, least_budget, same_values, values_of
 
@@ -217,6 +219,45 @@ def test_change_that_the_disk_stops_as_it_is_taken_back_is_refused(nvme: Path) -
     with pytest.raises(infinity.MixedStateError):
         run()
     assert [name for name, p in model.named_parameters() if p.is_meta] == ["1.weight"]
+
+
+@pytest.mark.parametrize("max_parameter_bytes", [None, 256 << 10])
+def test_change_that_a_full_disk_stops_beside_a_snapshot_leaves_what_there_was(
+    tmp_path: Path, max_parameter_bytes: int | None
+) -> None:
+    """What it could write to no copy could not be taken back either, and counted as mixed."""
+    make, allocate = partial(nn.Linear, 1024, 1024), ExtentStore.allocate
+    left = 0 if max_parameter_bytes is None else 1  # of the copies that there is room for
+    nvme = tmp_path / "disk"
+    nvme.mkdir()
+
+    def allocate_or_fail(store: ExtentStore, nbytes: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise AioError("full", errno=errno.ENOSPC, filename="state.swap")
+        return allocate(store, nbytes)
+
+    def change(offloaded: infinity.OffloadedModel) -> None:
+        with offloaded.gathered(modify=True), torch.no_grad():
+            model.weight.fill_(2)
+
+    model, plain = seeded(make), seeded(make)
+    least = least_budget(make, nvme, max_parameter_bytes=max_parameter_bytes)
+    with infinity.offload(
+        model, nvme, host_memory=least, max_parameter_bytes=max_parameter_bytes
+    ) as o:
+        o.snapshot("before")
+        full = patch.object(ExtentStore, "allocate", allocate_or_fail)
+        with full, pytest.raises(AioError, match="full"):
+            change(o)
+        assert left < 0
+        with o.gathered():
+            assert same_values(dict(model.state_dict()), dict(plain.state_dict()))
+        change(o)
+        with o.gathered():
+            assert bool((model.weight == 2).all())
+        o.drop_snapshot("before")
 
 
 def test_interrupt_between_changes_that_are_taken_back_leaves_all_or_none(nvme: Path) -> None:

@@ -59,3 +59,13 @@ def test_a_change_that_one_rank_cannot_keep_is_kept_by_none(tmp_path: Path) -> N
     for told in (first, second):
         assert told["then"] == ""
         assert told["changed"] == [0, 1]
+
+
+def test_a_change_that_interrupts_come_to_on_all_ranks_is_of_all_of_them_or_of_none(
+    tmp_path: Path,
+) -> None:
+    """One had its part of the weight from before, the other from after."""
+    first, second = run_ranks(rank_attacks.interrupted_change, tmp_path, 2)
+    assert first == second
+    assert first["interrupted"]
+    assert first["changed"] in (0, 1)

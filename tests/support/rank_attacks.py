@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,6 +21,7 @@ import checkpoint
 import infinity
 from aio import AioError
 from swap.storage.extents import ExtentStore
+from swap.tiered import TieredState
 from swap.update.stages import Stages
 from tests.support.models import first_weight, seeded, vector_loss
 from tests.support.rank_jobs import complaint, gpt, least_budget, loss_of, stack, world
@@ -144,6 +147,42 @@ def unkept_changes(rank: int, folder: Path) -> dict[str, Any]:
         told["then"] = complaint(lambda: change(offloaded, is_full=False))
         shares.append(changed(offloaded))
     return told | {"changed": shares}
+
+
+def interrupted_change(rank: int, folder: Path) -> dict[str, Any]:
+    """Ctrl-C comes to both ranks as `gathered` keeps a weight: to rank 0 while it reads what there
+    was, to rank 1 while it writes.
+    """
+    model = stack(768)
+    host_memory = least_budget(partial(stack, 768), folder)
+    weight, name = first_weight(model), ("read_values", "fill")[rank]
+    function, interrupts = getattr(TieredState, name), False
+
+    def interrupted(state: TieredState, *arguments: Any) -> Any:
+        nonlocal interrupts
+        if interrupts:
+            interrupts = False
+            os.kill(os.getpid(), signal.SIGINT)
+        return function(state, *arguments)
+
+    told: dict[str, Any] = {"interrupted": False}
+    with (
+        patch.object(TieredState, name, interrupted),
+        infinity.offload(
+            model, folder, host_memory=host_memory, process_group=world()
+        ) as offloaded,
+    ):
+        try:
+            with offloaded.gathered(weight, modify=True):
+                torch.nn.init.ones_(weight)
+                interrupts = True
+        except KeyboardInterrupt:
+            told["interrupted"] = True
+        with offloaded.gathered(weight):
+            told["changed"] = (weight == 1).float().mean().item()
+        vector_loss(model, 0, width=768).backward()
+        offloaded.step()
+    return told
 
 
 @contextmanager
