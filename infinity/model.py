@@ -39,6 +39,9 @@ class OffloadedModel:
     after the block.
     """
 
+    # What a program sets on it, such as another max_grad_norm, would do nothing without a word.
+    __slots__ = ("__weakref__", "_snapshots", "_training")
+
     def __init__(self, training: Training, snapshots: Snapshots) -> None:
         self._training = training
         self._snapshots = snapshots

@@ -5,7 +5,7 @@ model, changes nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -240,18 +240,24 @@ def _least_bytes(model: nn.Module, sizes: dict[int, int]) -> int:
     fleeting = {
         id(parameter)
         for module in modules
-        if getattr(module, "has_fleeting_weights", False)
+        if _is_fleeting(module)
         for parameter in module.parameters()
     }
-    kept = {key: nbytes for key, nbytes in sizes.items() if key not in fleeting}
     compiled = {
         block: _weight_bytes(block, sizes, recurse=True) for block in compiled_blocks(model)
     }
-    blocks = [_weight_bytes(block, kept, recurse=True) for block in _blocks(model)]
-    # Tiles come and go between the weights of a block that stay, and leave gaps of their size.
-    beside = 2 * largest if fleeting else largest
-    block_bytes = max([*blocks, *compiled.values()], default=0) + beside
+    blocks = [_block_bytes(block, sizes, fleeting) + largest for block in _blocks(model)]
+    block_bytes = max([*blocks, *(nbytes + largest for nbytes in compiled.values())], default=0)
     return max(2 * largest, _nested_bytes(model, sizes, compiled), block_bytes)
+
+
+def _block_bytes(block: nn.Module, sizes: dict[int, int], fleeting: Set[int]) -> int:
+    """Those of ``block`` while it computes: of its ``fleeting`` weights the largest alone, which
+    come and go between those that stay, and leave a gap of that size.
+    """
+    held = {id(parameter): sizes.get(id(parameter), 0) for parameter in block.parameters()}
+    gap = max((nbytes for key, nbytes in held.items() if key in fleeting), default=0)
+    return sum(nbytes for key, nbytes in held.items() if key not in fleeting) + gap
 
 
 def _nested_bytes(module: nn.Module, sizes: dict[int, int], known: dict[nn.Module, int]) -> int:
@@ -281,8 +287,17 @@ def _is_stack(module: nn.Module) -> bool:
     """Whether it is a container of several modules of one kind that have parts: layers, experts."""
     if not isinstance(module, _CONTAINERS):
         return False
-    kinds = Counter(type(child) for child in module.children() if any(child.children()))
+    kinds = Counter(type(child) for child in module.children() if _has_parts(child))
     return any(count > 1 for count in kinds.values())
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Whether there are modules within it; its own weights in tiles are none."""
+    return any(not _is_fleeting(child) for child in module.children())
+
+
+def _is_fleeting(module: nn.Module) -> bool:
+    return getattr(module, "has_fleeting_weights", False)
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -177,6 +177,35 @@ def test_a_checkpointed_block_with_containers_inside_fits_the_least_budget(tmp_p
             offloaded.step()
 
 
+class _Gated(nn.Module):
+    """Wide layers in a list, which tiles are made of, beside others that are whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(256, 512) for _ in range(2))
+        self.small = nn.ModuleDict({f"of {i}": nn.Linear(256, 256) for i in range(9)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.wide:
+            x = x + layer(x)[..., :256]
+        for layer in self.small.values():
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def test_layers_in_tiles_make_no_stack_of_blocks_of_the_list_that_they_are_in(
+    tmp_path: Path,
+) -> None:
+    model = _Checkpointed()
+    model.blocks = nn.ModuleList(_Gated() for _ in range(3))
+    options: dict[str, Any] = {"max_parameter_bytes": MIB // 4}
+    least = infinity.plan(model, host_memory=1, **options).least_host_bytes
+    with infinity.offload(model, tmp_path, host_memory=least, **options) as offloaded:
+        for step in range(2):
+            model(vectors(step)).square().mean().backward()
+            offloaded.step()
+
+
 class _Within(nn.Module):
     """A weight of its own, around another module."""
 
@@ -223,10 +252,10 @@ def test_modules_within_modules_fit_the_least_budget(
 class _Uneven(nn.Module):
     """A block of layers of any widths, some of them used twice."""
 
-    def __init__(self, widths: list[int], again: list[int]) -> None:
+    def __init__(self, features: int, widths: list[int], again: list[int]) -> None:
         super().__init__()
-        self.up = nn.ModuleList(nn.Linear(128, 64 * width) for width in widths)
-        self.down = nn.ModuleList(nn.Linear(64 * width, 128) for width in widths)
+        self.up = nn.ModuleList(nn.Linear(features, 64 * width) for width in widths)
+        self.down = nn.ModuleList(nn.Linear(64 * width, features) for width in widths)
         self.order = [*range(len(widths)), *again]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,41 +265,54 @@ class _Uneven(nn.Module):
 
 
 class _Blocks(nn.Module):
-    def __init__(self, blocks: list[_Uneven]) -> None:
+    def __init__(self, blocks: list[_Uneven], features: int, rows: int) -> None:
         super().__init__()
+        self.table = nn.Embedding(rows, features)
         self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(features, rows, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
         for block in self.blocks:
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return x
+        result: torch.Tensor = self.head(x)
+        return result
 
 
 @st.composite
 def uneven_blocks(draw: st.DrawFn) -> _Blocks:
+    features = draw(st.sampled_from([128, 256]))
     blocks = []
     for _ in range(3):
         widths = draw(st.lists(st.sampled_from([1, 3, 4, 6, 8]), min_size=1, max_size=3))
         again = draw(st.lists(st.integers(0, len(widths) - 1), max_size=3))
-        blocks.append(_Uneven(widths, again))
-    return _Blocks(blocks)
+        blocks.append(_Uneven(features, widths, again))
+    return _Blocks(blocks, features, draw(st.sampled_from([10, 400, 1000])))
 
 
 @settings(max_examples=examples(10), deadline=None)
-@given(model=uneven_blocks(), seed=st.integers(0, 9), overlap=st.booleans())
+@given(
+    model=uneven_blocks(),
+    max_parameter_bytes=st.sampled_from([None, MIB // 4, 3 * MIB // 8]),
+    seed=st.integers(0, 9),
+    overlap=st.booleans(),
+)
 def test_any_blocks_that_are_recomputed_fit_the_least_budget_in_whatever_order_transfers_end(
-    model: _Blocks, seed: int, overlap: bool
+    model: _Blocks, max_parameter_bytes: int | None, seed: int, overlap: bool
 ) -> None:
-    least = infinity.plan(model, host_memory=1).least_host_bytes
+    options: dict[str, Any] = {"max_parameter_bytes": max_parameter_bytes}
+    least = infinity.plan(model, host_memory=1, **options).least_host_bytes
     gc.disable()  # what needed the collector would need it by chance
     try:
         with (
             tempfile.TemporaryDirectory() as nvme,
             late_engines(seed),
-            infinity.offload(model, nvme, host_memory=least, overlap=overlap) as offloaded,
+            infinity.offload(
+                model, nvme, host_memory=least, overlap=overlap, **options
+            ) as offloaded,
         ):
             for step in range(2):
-                model(vectors(step, width=128)).square().mean().backward()
+                model(torch.arange(step, 8)).square().mean().backward()
                 offloaded.step()
             assert offloaded.report().peak_host_bytes <= least
     finally:
