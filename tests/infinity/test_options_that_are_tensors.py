@@ -4,6 +4,7 @@ program keeps in a group.
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,39 @@ def test_a_schedule_of_a_rate_that_is_a_tensor_has_the_bits_of_torch(
             schedule.step()
     expected = plain.state_dict()
     assert all(same_bits(values, expected[name]) for name, values in model.state_dict().items())
+
+
+def _snapshot(offloaded: infinity.OffloadedModel, _: Path) -> Callable[[], object]:
+    offloaded.snapshot("begin")
+    return partial(offloaded.restore, "begin")
+
+
+def _saved(offloaded: infinity.OffloadedModel, folder: Path) -> Callable[[], object]:
+    offloaded.save(folder / "saved")
+    return partial(offloaded.load, folder / "saved")
+
+
+@pytest.mark.parametrize("keep", [_snapshot, _saved])
+def test_training_goes_on_from_before_a_schedule_filled_a_rate(
+    keep: Callable[[infinity.OffloadedModel, Path], Callable[[], object]],
+    nvme: Path,
+    tmp_path: Path,
+) -> None:
+    model = seeded(linears)
+    with infinity.offload(model, nvme, optimizer=adam, host_memory=WHOLE) as offloaded:
+        bring_back, ends = keep(offloaded, tmp_path), []
+        for _ in range(2):
+            schedule = torch.optim.lr_scheduler.StepLR(offloaded.optimizer, 1, 0.5)
+            for number in range(3):
+                pass_back(model, number)
+                offloaded.step()
+                schedule.step()
+            with offloaded.gathered():
+                ends.append([parameter.detach().clone() for parameter in model.parameters()])
+            bring_back()
+        for snapshot in offloaded.snapshots():
+            offloaded.drop_snapshot(snapshot.name)
+    assert all(map(same_bits, *ends))
 
 
 def test_defaults_that_are_changed_by_hand_are_refused_still(nvme: Path) -> None:

@@ -36,6 +36,7 @@ class Attributes:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         known = _known(optimizer)
         self._optimizer = optimizer
+        self._options = _tensors_of_groups(optimizer)  # also those that a load replaces later
         self.absent: dict[str, str] = {}
         """What updates do not have, and what it is."""
         self._made: dict[str, Any] = {}
@@ -77,11 +78,11 @@ class Attributes:
 
     def changed(self, is_needed: Callable[[str], bool]) -> list[str]:
         """Those that are not as they were made, but for what no step needs. Tensors that are
-        options of a group, too, are the group's to change, as schedules fill them.
+        options of a group, too, or were as the block began, are the group's to change, as
+        schedules fill them.
         """
         found = []
-        groups = self._optimizer.param_groups
-        options = {id(value) for group in groups for value in group.values()}
+        options = {id(one) for one in (*self._options, *_tensors_of_groups(self._optimizer))}
         for key, value in _own(self._optimizer):
             if key in self._unneeded or key in self.absent:
                 continue
@@ -103,6 +104,11 @@ def _beside(options: Collection[int], value: Any, made: Any) -> tuple[Any, Any]:
     tensors = {key for key, one in value.items() if isinstance(one, torch.Tensor)}
     shared = {key for key in tensors if id(value[key]) in options}
     return _without(value, shared), _without(made, shared)
+
+
+def _tensors_of_groups(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    options = (value for group in optimizer.param_groups for value in group.values())
+    return [option for option in options if isinstance(option, torch.Tensor)]
 
 
 def _without(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
