@@ -22,6 +22,7 @@ from checkpoint.ranks.group import GroupCoordinator, is_of_transfer
 from swap.plain import check_plain
 
 GATHER, REDUCE, NORM, STEP, VALUES, SAVE, LOAD, LEAVE = range(1, 9)
+_OF_PARAMETERS = (GATHER, REDUCE, VALUES)
 _KINDS = {
     GATHER: "fetches the weights of",
     REDUCE: "has a gradient of",
@@ -34,6 +35,8 @@ _KINDS = {
 }
 SMALL = -1
 """The number of a meeting about a bucket of small gradients."""
+_NUMBERS = 1 << 32
+"""Of parameters; how many steps were taken is counted in what is above."""
 
 
 class Transfer:
@@ -78,11 +81,15 @@ class Ranks:
 
     ``names`` are those of the parameters. Making one is collective. ``leave`` takes this rank out;
     nobody waits for it then.
+
+    ``num_steps`` were taken. Where an interrupt or an error kept one rank from a step of the others
+    what it has is of before that, and no meeting about a parameter lets it be mixed with theirs.
     """
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
         self.group = process_group
         self.names: Sequence[str] = ()
+        self.num_steps = 0
         self.coordinator = GroupCoordinator(process_group, name=self._name)
         self.saving = GroupCoordinator(process_group)
         """For checkpoints, which may be written on another thread."""
@@ -94,6 +101,8 @@ class Ranks:
 
     def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
         """Wait until all ranks are at this point. Raises ``RankFailedError``."""
+        if kind in _OF_PARAMETERS:
+            number = self.num_steps * _NUMBERS + number - SMALL
         return self.coordinator.meet(kind, number, 0, digest)
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor, offsets: Sequence[int]) -> Transfer:
@@ -143,9 +152,11 @@ class Ranks:
         what = doing(kind) or _KINDS[kind]
         if doing(kind):
             return what
-        if kind not in (GATHER, REDUCE, VALUES):
+        if kind not in _OF_PARAMETERS:
             return f"{what} {number}"
-        return f"{what} {'small parameters' if number < 0 else self.names[number]}"
+        steps, index = number // _NUMBERS, number % _NUMBERS + SMALL
+        name = "small parameters" if index == SMALL else self.names[index]
+        return f"{what} {name} (steps taken in this block: {steps})"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

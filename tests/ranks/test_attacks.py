@@ -78,3 +78,13 @@ def test_interrupts_as_the_block_ends_leave_every_rank_its_values(tmp_path: Path
     for told in run_ranks(rank_attacks.interrupted_ends, tmp_path, 2):
         assert told
         assert told == {place: [True, True] for place in told}
+
+
+def test_weights_of_ranks_of_which_one_took_no_part_in_a_step_are_not_mixed(tmp_path: Path) -> None:
+    """Half of a weight was from after the step and half from before it, without a word."""
+    first, second = run_ranks(rank_attacks.half_taken_step, tmp_path, 2)
+    assert [first["interrupted"], second["interrupted"]] == [False, True]
+    for told in (first, second):
+        assert told["changed"] == []
+        assert "(steps taken in this block: 0)" in told["then"]
+        assert "(steps taken in this block: 1)" in told["then"]

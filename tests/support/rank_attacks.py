@@ -20,6 +20,7 @@ from torch import nn
 import checkpoint
 import infinity
 from aio import AioError
+from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.modifying import Loans
 from infinity.ranks.zero3 import Zero3
 from swap.storage.extents import ExtentStore
@@ -212,6 +213,28 @@ def interrupted_ends(rank: int, folder: Path) -> dict[str, list[Any]]:
             ]
             is_right = heard == ("KeyboardInterrupt" if rank in wanted else "")
             told[f"{place} {wanted}"] = [is_right, all(given)]
+    return told
+
+
+def half_taken_step(rank: int, folder: Path) -> dict[str, Any]:
+    """Ctrl-C keeps rank 1 from a step that rank 0 takes, and both go on."""
+    model = stack(768)
+    weight, before = first_weight(model), first_weight(model).detach().clone()
+    told: dict[str, Any] = {"interrupted": False, "changed": []}
+    with infinity.offload(model, folder, host_memory="256MiB", process_group=world()) as offloaded:
+        vector_loss(model, 0, width=768).backward()
+        comes = _interrupt_behind(KeptViews, "find") if rank == 1 else nullcontext()
+        try:
+            with comes:
+                offloaded.step()
+        except KeyboardInterrupt:
+            told["interrupted"] = True
+
+        def look() -> None:
+            with offloaded.gathered(weight):
+                told["changed"].append((weight != before).float().mean().item())
+
+        told["then"] = complaint(look)
     return told
 
 
