@@ -22,7 +22,6 @@ from checkpoint.ranks.group import GroupCoordinator, is_of_transfer
 from swap.plain import check_plain
 
 GATHER, REDUCE, NORM, STEP, VALUES, SAVE, LOAD, LEAVE = range(1, 9)
-_OF_PARAMETERS = (GATHER, REDUCE, VALUES)
 _KINDS = {
     GATHER: "fetches the weights of",
     REDUCE: "has a gradient of",
@@ -36,7 +35,7 @@ _KINDS = {
 SMALL = -1
 """The number of a meeting about a bucket of small gradients."""
 _NUMBERS = 1 << 32
-"""Of parameters; how many steps were taken is counted in what is above."""
+"""What a meeting can be about; how many steps were taken in the block is counted above that."""
 
 
 class Transfer:
@@ -83,7 +82,7 @@ class Ranks:
     nobody waits for it then.
 
     ``num_steps`` were taken. Where an interrupt or an error kept one rank from a step of the others
-    what it has is of before that, and no meeting about a parameter lets it be mixed with theirs.
+    what it has is of before that, and no meeting lets it be mixed with theirs.
     """
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
@@ -101,9 +100,8 @@ class Ranks:
 
     def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
         """Wait until all ranks are at this point. Raises ``RankFailedError``."""
-        if kind in _OF_PARAMETERS:
-            number = self.num_steps * _NUMBERS + number - SMALL
-        return self.coordinator.meet(kind, number, 0, digest)
+        point = self.num_steps * _NUMBERS + number - SMALL
+        return self.coordinator.meet(kind, point, 0, digest)
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor, offsets: Sequence[int]) -> Transfer:
         """Bring the slices of all ranks together in ``whole``: rank ``r`` has elements
@@ -152,10 +150,10 @@ class Ranks:
         what = doing(kind) or _KINDS[kind]
         if doing(kind):
             return what
-        if kind not in _OF_PARAMETERS:
-            return f"{what} {number}"
-        steps, index = number // _NUMBERS, number % _NUMBERS + SMALL
-        name = "small parameters" if index == SMALL else self.names[index]
+        steps, of = number // _NUMBERS, number % _NUMBERS + SMALL
+        name = str(of)
+        if kind in (GATHER, REDUCE, VALUES):
+            name = "small parameters" if of == SMALL else self.names[of]
         return f"{what} {name} (steps taken in this block: {steps})"
 
 
