@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from infinity.parameters.offloaded.placeholders import (
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import LEAVE
 from infinity.ranks.context import RankContext
+from swap.interruptions.apart import run_apart
 from swap.interruptions.undo import Closing, told_of
 from swap.tiered import TieredState
 
@@ -79,6 +80,7 @@ class Restoring:
         self._interrupt: BaseException | None = None
         self._repeated: list[BaseException] = []  # what the entry has raised that is done again
         self._pauses: Sequence[float] = _PAUSES_SECONDS
+        self._met: dict[object, Any] = {}  # what ranks last met for, and what that gave
         self._is_partitioned = False
         self._is_told = False
         self._closing: Closing | None = None
@@ -118,6 +120,7 @@ class Restoring:
         """
         self._work_off(self._first)
         self._work_off(self._agenda)
+        self._met.clear()
         self._refuse_calls()
         self._tell()
 
@@ -248,7 +251,7 @@ class Restoring:
     def _meet(self, steps: Callable[[], int]) -> None:
         if self._rank_context.is_whole:
             self._rank_context.drop_gradients()
-            self._rank_context.meet(LEAVE, steps())
+            self._together("leaving", lambda: self._rank_context.meet(LEAVE, steps()))
 
     def _restore(self, record: Record) -> None:
         data = self._values_of(record)
@@ -273,8 +276,11 @@ class Restoring:
             return nothing(refusal_of_mixed(record.name))
         if record.is_partitioned and not self._rank_context.is_whole:
             return nothing(refusal_of_gone(record.name))
+        read = partial(self._read, record)
+        if record.is_partitioned:
+            read = partial(self._together, record.index, read)
         try:
-            return self._insist(partial(self._read, record))
+            return self._insist(read)
         except RankFailedError as failure:
             self._failures.append(let_go(failure))
         except Exception as failure:  # of whatever kind: the other parameters come first
@@ -321,6 +327,21 @@ class Restoring:
 
     def _told(self, failure: Exception) -> BaseException:
         return told_of(next(iter(self._repeated), None), let_go(failure))
+
+    def _together(self, what: object, action: Callable[[], T]) -> T:
+        """Ranks meet in ``action``, each of them once: an interrupt comes before or after, and an
+        entry that is done again has what it gave.
+        """
+        if self._rank_context.world_size == 1:
+            return action()
+
+        def meet() -> None:
+            self._met = {what: action()}
+
+        if what not in self._met:
+            run_apart(meet, "infinity-restore")
+        given: T = self._met[what]
+        return given
 
     def _insist(self, action: Callable[[], T]) -> T:
         """What fails for a moment is no failure."""

@@ -369,7 +369,7 @@ class Training:
             if record.spec.trainable:
                 self.watch_gradients(record.index)
         undo.callback(self.residency.reset)
-        undo.push(lambda _kind, error, _trace: self.rank_context.leave(error))
+        undo.tell(self.rank_context.leave)
         for index, gradient in self._restoring.gradients.items():
             if self.records[index].spec.trainable:  # accumulated to, as plain PyTorch does
                 self.gradients.add(index, gradient)

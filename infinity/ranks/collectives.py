@@ -34,6 +34,8 @@ _KINDS = {
 }
 SMALL = -1
 """The number of a meeting about a bucket of small gradients."""
+_NUMBERS = 1 << 32
+"""What a meeting can be about; how many steps were taken in the block is counted above that."""
 
 
 class Transfer:
@@ -78,11 +80,15 @@ class Ranks:
 
     ``names`` are those of the parameters. Making one is collective. ``leave`` takes this rank out;
     nobody waits for it then.
+
+    ``num_steps`` were taken. Where an interrupt or an error kept one rank from a step of the others
+    what it has is of before that, and no meeting lets it be mixed with theirs.
     """
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
         self.group = process_group
         self.names: Sequence[str] = ()
+        self.num_steps = 0
         self.coordinator = GroupCoordinator(process_group, name=self._name)
         self.saving = GroupCoordinator(process_group)
         """For checkpoints, which may be written on another thread."""
@@ -94,7 +100,8 @@ class Ranks:
 
     def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
         """Wait until all ranks are at this point. Raises ``RankFailedError``."""
-        return self.coordinator.meet(kind, number, 0, digest)
+        point = self.num_steps * _NUMBERS + number - SMALL
+        return self.coordinator.meet(kind, point, 0, digest)
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor, offsets: Sequence[int]) -> Transfer:
         """Bring the slices of all ranks together in ``whole``: rank ``r`` has elements
@@ -143,9 +150,11 @@ class Ranks:
         what = doing(kind) or _KINDS[kind]
         if doing(kind):
             return what
-        if kind not in (GATHER, REDUCE, VALUES):
-            return f"{what} {number}"
-        return f"{what} {'small parameters' if number < 0 else self.names[number]}"
+        steps, of = number // _NUMBERS, number % _NUMBERS + SMALL
+        name = str(of)
+        if kind in (GATHER, REDUCE, VALUES):
+            name = "small parameters" if of == SMALL else self.names[of]
+        return f"{what} {name} (steps taken in this block: {steps})"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

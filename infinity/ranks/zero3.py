@@ -213,7 +213,9 @@ class Zero3:
 
     def end_step(self, updated: Iterable[int]) -> None:
         self._changes.clear()
-        self._gathered.end_step(updated)
+        outdated = list(updated)
+        self.ranks.num_steps += bool(outdated)
+        self._gathered.end_step(outdated)
 
     # Gradients.
 

@@ -50,6 +50,12 @@ class Undo:
         """``leave`` is called as ``__exit__`` is; what it returns does not matter."""
         self._entries.append(leave)
 
+    def tell(self, told: Callable[[BaseException | None], object]) -> None:
+        """``told`` is called with the error that is on its way, if that is not an interrupt that
+        came since the block began to end: what it came into is finished.
+        """
+        self.push(lambda _kind, error, _: told(None if error is self._interrupt else error))
+
     def callback(self, function: Callable[..., object], *arguments: Any) -> None:
         self._entries.append(lambda *_: function(*arguments))
 
@@ -87,7 +93,7 @@ class Undo:
         calls, times, before = 0, 0, self._failure
         first: BaseException | None = None
         while self._entries:
-            now = before or self._interrupt or cause
+            now = before or cause or self._interrupt
             calls += 1
             try:
                 self._entries[-1](*_details(now))

@@ -69,3 +69,22 @@ def test_a_change_that_interrupts_come_to_on_all_ranks_is_of_all_of_them_or_of_n
     assert first == second
     assert first["interrupted"]
     assert first["changed"] in (0, 1)
+
+
+def test_interrupts_as_the_block_ends_leave_every_rank_its_values(tmp_path: Path) -> None:
+    """A rank met the others once more for what they had passed on, or told them that it had
+    failed: all waited for each other, and the values that each had a part of were gone.
+    """
+    for told in run_ranks(rank_attacks.interrupted_ends, tmp_path, 2):
+        assert told
+        assert told == {place: [True, True] for place in told}
+
+
+def test_weights_of_ranks_of_which_one_took_no_part_in_a_step_are_not_mixed(tmp_path: Path) -> None:
+    """Half of a weight was from after the step and half from before it, without a word."""
+    first, second = run_ranks(rank_attacks.half_taken_step, tmp_path, 2)
+    assert [first["interrupted"], second["interrupted"]] == [False, True]
+    for told in (first, second):
+        assert told["changed"] == []
+        assert "(steps taken in this block: 0)" in told["then"]
+        assert "(steps taken in this block: 1)" in told["then"]

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from torch import nn
 import checkpoint
 import infinity
 from aio import AioError
+from infinity.autograd.kept_views import KeptViews
+from infinity.autograd.modifying import Loans
+from infinity.ranks.zero3 import Zero3
 from swap.storage.extents import ExtentStore
 from swap.tiered import TieredState
 from swap.update.stages import Stages
@@ -183,6 +186,89 @@ def interrupted_change(rank: int, folder: Path) -> dict[str, Any]:
         vector_loss(model, 0, width=768).backward()
         offloaded.step()
     return told
+
+
+def interrupted_ends(rank: int, folder: Path) -> dict[str, list[Any]]:
+    """Ctrl-C comes to rank 1, or to both, as the block ends by itself: before the ranks meet, as
+    they have met, and as they have for a weight. By the place and the ranks that it comes to:
+    whether this one is told of that alone, and whether the model has its values.
+    """
+    places = {
+        "loans": (Loans, "take_in_left"),
+        "leave": (Zero3, "meet"),
+        "values": (Zero3, "_whole"),
+    }
+    expected = dict(_ended(folder, nullcontext()).named_parameters())
+    told: dict[str, list[Any]] = {}
+    for place, (owner, name) in places.items():
+        for wanted in ([1], [0, 1]):
+            comes = _interrupt_behind(owner, name) if rank in wanted else nullcontext()
+            model, heard = stack(768), ""
+            try:
+                _ended(folder, comes, model)
+            except (KeyboardInterrupt, checkpoint.RankFailedError) as error:
+                heard = type(error).__name__
+            given = [
+                not p.is_meta and torch.equal(p, expected[k]) for k, p in model.named_parameters()
+            ]
+            is_right = heard == ("KeyboardInterrupt" if rank in wanted else "")
+            told[f"{place} {wanted}"] = [is_right, all(given)]
+    return told
+
+
+def half_taken_step(rank: int, folder: Path) -> dict[str, Any]:
+    """Ctrl-C keeps rank 1 from a step that rank 0 takes, and both go on."""
+    model = stack(768)
+    weight, before = first_weight(model), first_weight(model).detach().clone()
+    told: dict[str, Any] = {"interrupted": False, "changed": []}
+    with infinity.offload(model, folder, host_memory="256MiB", process_group=world()) as offloaded:
+        vector_loss(model, 0, width=768).backward()
+        comes = _interrupt_behind(KeptViews, "find") if rank == 1 else nullcontext()
+        try:
+            with comes:
+                offloaded.step()
+        except KeyboardInterrupt:
+            told["interrupted"] = True
+
+        def look() -> None:
+            with offloaded.gathered(weight):
+                told["changed"].append((weight != before).float().mean().item())
+
+        told["then"] = complaint(look)
+    return told
+
+
+def _ended(
+    folder: Path, at_end: AbstractContextManager[None], model: nn.Module | None = None
+) -> nn.Module:
+    """A model after a step in a block; ``at_end`` is around the end of that."""
+    trained = stack(768) if model is None else model
+    with ExitStack() as around:
+        offloaded = around.enter_context(
+            infinity.offload(trained, folder, host_memory="256MiB", process_group=world())
+        )
+        vector_loss(trained, 0, width=768).backward()
+        offloaded.step()
+        offloaded.flush()
+        with at_end:
+            around.close()
+    return trained
+
+
+@contextmanager
+def _interrupt_behind(owner: type, name: str) -> Iterator[None]:
+    """Ctrl-C behind the first call of that method of ``owner``."""
+    function, comes = getattr(owner, name), [True]
+
+    def interrupted(*arguments: Any) -> Any:
+        result = function(*arguments)
+        if comes:
+            comes.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    with patch.object(owner, name, interrupted):
+        yield
 
 
 @contextmanager
