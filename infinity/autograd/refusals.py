@@ -194,7 +194,7 @@ class WatchedParameters(dict[str, Any]):
     def _full_name(self, name: str) -> str:
         """Of a parameter that is here now; a new one has no other than its own."""
         if name in self._tiled:
-            return self._tiled[name]._name
+            return self._tiled[name]._cut_name
         parameter = dict.get(self, name)
         if isinstance(parameter, OffloadedParameter):
             return parameter.offload_owner.name_of(parameter.offload_index)

@@ -284,7 +284,7 @@ class _Hooks(Hooks):
 @unseen
 def _pack_weight(tensor: torch.Tensor) -> SavedWeight | None:
     if isinstance(tensor, TiledWeight) and not all(map(is_program_s, tensor.tiles)):
-        raise RuntimeError(refusal_past_tiles(tensor._name))
+        raise RuntimeError(refusal_past_tiles(tensor._cut_name))
     for block in _likeliest():
         weight = block.find(tensor)
         if weight is not None:

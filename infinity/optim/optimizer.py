@@ -48,7 +48,7 @@ def check_in_model(parameter: torch.Tensor) -> None:
     """Raises ``ValueError`` for a parameter that is in tiles, which are updated in its place."""
     if isinstance(parameter, TiledWeight):
         raise ValueError(
-            f"{parameter._name} is in tiles while the model is offloaded, and its tiles "
+            f"{parameter._cut_name} is in tiles while the model is offloaded, and its tiles "
             "are what an optimizer updates; make groups of the parameters that the factory is "
             "given, or of model.parameters() inside the block, not of a list from before it"
         )

@@ -119,8 +119,8 @@ class CutWeight:
         if not parameter.is_meta:
             parameter.data = self._placeholder()
         watch_arrivals(parameter, self.name, tiles)
-        parameter._tiles, parameter._name = self._tiles, self.name
-        parameter._is_partitioned = self._is_partitioned
+        parameter._cut_tiles, parameter._cut_name = self._tiles, self.name
+        parameter._cut_by_ranks = self._is_partitioned
         for tile in tiles:
             vars(tile)["tile_of"] = self.name  # what is lent is lent as one
         parameter._is_param = True  # what makes it an instance of nn.Parameter
@@ -172,7 +172,7 @@ class CutWeight:
         """Undo what ``hand_over`` made of the parameter. Idempotent."""
         parameter = self._parameter
         parameter.__class__ = nn.Parameter
-        arrivals = vars(parameter).get("_arrivals")
+        arrivals = vars(parameter).get("_cut_arrivals")
         if arrivals is not None:
             arrivals.remove()
             parameter.grad = None  # of what was frozen inside, and reached no tile

@@ -231,11 +231,11 @@ def watch_arrivals(whole: Any, name: str, tiles: Sequence[nn.Parameter]) -> None
     def watch() -> None:
         face: Any = torch.Tensor  # its own methods: those of a tiled weight are about the tiles
         standing: Any = stands()
-        if standing is None or vars(standing).get("_arrivals") is not None:
+        if standing is None or vars(standing).get("_cut_arrivals") is not None:
             return
         with torch._C.DisableTorchFunctionSubclass(), as_they_are():
             face.requires_grad_(standing)
-            standing._arrivals = face.register_hook(standing, refuse)
+            standing._cut_arrivals = face.register_hook(standing, refuse)
 
     if any(tile.requires_grad for tile in tiles):
         return watch()

@@ -48,24 +48,24 @@ class TiledWeight(torch.Tensor):
     """Stands for the parameter that the ``tiles`` are of."""
 
     comes_before_weights = True
-    _tiles: Sequence[Tile]
-    _name: str
-    _is_partitioned: bool
-    _was_whole: bool = False
-    _at: int | None = None
+    _cut_tiles: Sequence[Tile]
+    _cut_name: str
+    _cut_by_ranks: bool
+    _cut_was_whole: bool = False
+    _cut_at: int | None = None
     """The matrix of the only tile that this is; None: all that the tiles have."""
-    _is_transposed: bool = False
+    _cut_turned: bool = False
     """Whether the last two dimensions have changed places."""
-    _is_data: bool = False
+    _cut_data: bool = False
     """Whether this has no history, whatever the tiles have."""
-    _is_computed_with: bool = False
+    _cut_is_operand: bool = False
     """Whether a function that takes it apart computes with this, and keeps no part."""
 
     OWN = (
-        *("_tiles", "_name", "_is_partitioned", "_was_whole", "_owner"),
-        *("_is_param", "_arrivals"),
+        *("_cut_tiles", "_cut_name", "_cut_by_ranks", "_cut_was_whole", "_cut_owner"),
+        *("_is_param", "_cut_arrivals"),
     )
-    """What a parameter that has this class has beside its own attributes."""
+    """What a parameter that has this class has beside attributes of a program's."""
 
     @staticmethod
     def of(
@@ -76,34 +76,34 @@ class TiledWeight(torch.Tensor):
         """
         with as_they_are():
             weight = face.as_subclass(TiledWeight)
-        weight._tiles, weight._name = tiles, name
-        weight._is_partitioned = is_partitioned
+        weight._cut_tiles, weight._cut_name = tiles, name
+        weight._cut_by_ranks = is_partitioned
         return weight
 
     @property
     def tiles(self) -> list[nn.Parameter]:
         """The parameters that hold the rows, in their order."""
-        return [tile.parameter for tile in self._tiles]
+        return [tile.parameter for tile in self._cut_tiles]
 
     def _rows(self) -> list[tuple[Tile, slice]]:
         """The tiles, and where their rows are in this."""
-        first = self._tiles[0].start
-        return [(tile, slice(tile.start - first, tile.stop - first)) for tile in self._tiles]
+        first = self._cut_tiles[0].start
+        return [(tile, slice(tile.start - first, tile.stop - first)) for tile in self._cut_tiles]
 
-    def part(
+    def cut_part(
         self, tiles: Sequence[Tile], view: Callable[[torch.Tensor], torch.Tensor]
     ) -> TiledWeight:
         """A ``view`` of this, which these tiles have the values of."""
         with torch._C.DisableTorchFunctionSubclass(), as_they_are():
             face = view(self.as_subclass(torch.Tensor))
-        part = TiledWeight.of(tiles, self._name, face, is_partitioned=self._is_partitioned)
-        part._is_data = self._is_data
+        part = TiledWeight.of(tiles, self._cut_name, face, is_partitioned=self._cut_by_ranks)
+        part._cut_data = self._cut_data
         return part
 
     @property
     def requires_grad(self) -> bool:
         """Whether rows of it do."""
-        return not self._is_data and any(tile.requires_grad for tile in self.tiles)
+        return not self._cut_data and any(tile.requires_grad for tile in self.tiles)
 
     @requires_grad.setter
     def requires_grad(self, required: bool) -> None:
@@ -123,14 +123,14 @@ class TiledWeight(torch.Tensor):
             return None
         owner = self._gradients()
         if owner.is_there():
-            first, refusal = self.tiles[0], refusal_of_gradient(self._name)
+            first, refusal = self.tiles[0], refusal_of_gradient(self._cut_name)
             face = placeholder(self.shape, first.dtype, first.device, refusal)
             return OffloadedGradient.of(owner, 0, face)
         parts = [tile.grad for tile in self.tiles]
         if any(part is None for part in parts):
             return None
         copies = [part.clone() for part in parts if part is not None]
-        return read_only(torch.cat(copies), Source(self._name))
+        return read_only(torch.cat(copies), Source(self._cut_name))
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -138,8 +138,8 @@ class TiledWeight(torch.Tensor):
             return gradient.becomes_it()  # ``weight.grad += x`` has changed it already
         if self._is_part:
             raise RuntimeError(
-                f"a view of {self._name}, which is in tiles, has no gradient of its own; assign to "
-                "that of the parameter"
+                f"a view of {self._cut_name}, which is in tiles, has no gradient of its own; "
+                "assign to that of the parameter"
             )
         self._gradients().assign(self, gradient)
 
@@ -149,18 +149,18 @@ class TiledWeight(torch.Tensor):
 
     @property
     def _is_part(self) -> bool:
-        return self._is_data or self._at is not None or self._is_transposed
+        return self._cut_data or self._cut_at is not None or self._cut_turned
 
-    def tile_by_tile(self) -> TiledWeight:
+    def cut_by_tiles(self) -> TiledWeight:
         """The same for a computation, which keeps no part of it."""
-        same = self.part(self._tiles, lambda face: face)
-        same._at, same._is_transposed, same._is_computed_with = self._at, self._is_transposed, True
+        same = self.cut_part(self._cut_tiles, lambda face: face)
+        same._cut_at, same._cut_turned = self._cut_at, self._cut_turned
+        same._cut_is_operand = True
         return same
 
     def _gradients(self) -> GradientOfTiles:
-        found: GradientOfTiles = vars(self).setdefault(
-            "_owner", GradientOfTiles(self._tiles, self._name)
-        )
+        owner = GradientOfTiles(self._cut_tiles, self._cut_name)
+        found: GradientOfTiles = vars(self).setdefault("_cut_owner", owner)
         return found
 
     @property
@@ -168,22 +168,22 @@ class TiledWeight(torch.Tensor):
         """The same without history: the memory itself where that is the program's to change."""
         if all(map(is_program_s, self.tiles)):
             with torch.no_grad():
-                return self.whole().detach()  # which can be given history, as a view cannot
-        data = self.part(self._tiles, torch.Tensor.detach)
-        data._at, data._is_transposed = self._at, self._is_transposed
-        data._is_data = True
+                return self.cut_whole().detach()  # which can be given history, as a view cannot
+        data = self.cut_part(self._cut_tiles, torch.Tensor.detach)
+        data._cut_at, data._cut_turned = self._cut_at, self._cut_turned
+        data._cut_data = True
         return data
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
-        if isinstance(data, TiledWeight) and data._is_data and data._tiles is self._tiles:
-            return check_own_data(self._tiles, self._name)  # ``weight.data += x`` did it
-        replace_data(self._rows(), self._name, self, data, is_view=self._is_part)
+        if isinstance(data, TiledWeight) and data._cut_data and data._cut_tiles is self._cut_tiles:
+            return check_own_data(self._cut_tiles, self._cut_name)  # ``weight.data += x`` did it
+        replace_data(self._rows(), self._cut_name, self, data, is_view=self._is_part)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
-            f"TiledWeight({self._name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"tiles={len(self._tiles)})"
+            f"TiledWeight({self._cut_name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"tiles={len(self._cut_tiles)})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -208,35 +208,35 @@ class TiledWeight(torch.Tensor):
                 return func(*args, **kwargs)
         return _on_whole(func, args, kwargs)
 
-    def whole(self) -> torch.Tensor:
+    def cut_whole(self) -> torch.Tensor:
         """All rows: where they are if they lie together, or put together anew."""
         if torch.is_grad_enabled() and self.requires_grad:
             whole = with_history(self.tiles)
         else:
             whole = joined_of(self.tiles)
-        whole = whole if self._at is None else whole[self._at]
-        return whole.transpose(-2, -1) if self._is_transposed else whole
+        whole = whole if self._cut_at is None else whole[self._cut_at]
+        return whole.transpose(-2, -1) if self._cut_turned else whole
 
     @torch.no_grad()
-    def bring_back(self, whole: torch.Tensor) -> None:
-        """Let the tiles have the values of ``whole``, which ``whole()`` gave."""
-        if self._is_transposed:
+    def cut_bring_back(self, whole: torch.Tensor) -> None:
+        """Let the tiles have the values of ``whole``, which ``cut_whole()`` gave."""
+        if self._cut_turned:
             whole = whole.transpose(-2, -1)
-        if self._at is not None:
-            if whole.data_ptr() != self.tiles[0][self._at].data_ptr():
-                self.tiles[0][self._at] = whole
+        if self._cut_at is not None:
+            if whole.data_ptr() != self.tiles[0][self._cut_at].data_ptr():
+                self.tiles[0][self._cut_at] = whole
             return
         put_rows(self._rows(), whole)
 
-    def note_whole(self) -> None:
+    def cut_note_whole(self) -> None:
         """Warn, once."""
-        if not self._was_whole and not all(map(is_program_s, self.tiles)):
-            self._was_whole = True
+        if not self._cut_was_whole and not all(map(is_program_s, self.tiles)):
+            self._cut_was_whole = True
             _log.warning(
                 "%s is in tiles and is used as a whole, which takes %s beside the budget: tile by "
                 "tile it is taken by F.embedding, F.linear, F.multi_head_attention_forward and "
                 "F.grouped_mm alone",
-                self._name,
+                self._cut_name,
                 format_bytes(self.numel() * self.dtype.itemsize),
             )
 
@@ -244,9 +244,9 @@ class TiledWeight(torch.Tensor):
 def _refuse_gradient(args: Any, kwargs: Any) -> NoReturn:
     weight = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, TiledWeight))
     raise RuntimeError(
-        f"{weight._name} is in tiles while the model is offloaded, and its gradient arrives tile "
-        "by tile; have hooks on the tiles, and differentiate by them, as model.parameters() gives "
-        "them in the block"
+        f"{weight._cut_name} is in tiles while the model is offloaded, and its gradient arrives "
+        "tile by tile; have hooks on the tiles, and differentiate by them, as model.parameters() "
+        "gives them in the block"
     )
 
 
@@ -254,7 +254,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """``func`` of whole weights; what it changed of them is brought to the tiles."""
     found = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, TiledWeight)}
     for weight in found.values():
-        weight.note_whole()
+        weight.cut_note_whole()
     return on_wholes(func, args, kwargs, found)
 
 
@@ -262,7 +262,7 @@ def _is_cut_off(args: Any, kwargs: Any) -> bool:
     """Whether there is one without history, while the tiles would be given some."""
     if not torch.is_grad_enabled():
         return False
-    return any(isinstance(x, TiledWeight) and x._is_data for x in (*args, *kwargs.values()))
+    return any(isinstance(x, TiledWeight) and x._cut_data for x in (*args, *kwargs.values()))
 
 
 # The functions that take it tile by tile.
@@ -285,13 +285,13 @@ def _embedding(
         return NotImplemented
     rows = weight.shape[0]
     is_taken = pieces.takes_indices(input, padding_idx, rows)
-    if not is_taken or max_norm is not None or sparse or weight._tiles[0].start:
+    if not is_taken or max_norm is not None or sparse or weight._cut_tiles[0].start:
         return NotImplemented
     if input.numel() and (int(input.min()) < 0 or int(input.max()) >= rows):
-        raise IndexError(f"index out of range in self: {weight._name} has {rows} rows")
+        raise IndexError(f"index out of range in self: {weight._cut_name} has {rows} rows")
     padding = -1 if padding_idx is None else padding_idx % rows
-    how = pieces.Rows(padding, scale_grad_by_freq, fetches_all=weight._is_partitioned)
-    return pieces.look_up(weight._tiles, input, how)
+    how = pieces.Rows(padding, scale_grad_by_freq, fetches_all=weight._cut_by_ranks)
+    return pieces.look_up(weight._cut_tiles, input, how)
 
 
 def _linear(
@@ -301,7 +301,7 @@ def _linear(
 ) -> Any:
     if not isinstance(weight, TiledWeight) or not _is_operand(input):
         return NotImplemented
-    if isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._is_transposed:
+    if isinstance(bias, TiledWeight) or weight.dim() != 2 or weight._cut_turned:
         return NotImplemented
     if bias is not None and bias.shape != weight.shape[:1]:
         return NotImplemented  # broadcast, or refused, by torch
@@ -309,26 +309,26 @@ def _linear(
     is_cast = input.dtype.is_floating_point and input.dtype != torch.float64  # by torch itself
     autocast = torch.is_autocast_enabled(kind) and is_cast
     dtype = torch.get_autocast_dtype(kind) if autocast else input.dtype
-    if weight._at is not None:
-        return pieces.multiply_with_one(weight._tiles[0], weight._at, input, bias, dtype)
-    return pieces.multiply(weight._tiles, input, bias, dtype)
+    if weight._cut_at is not None:
+        return pieces.multiply_with_one(weight._cut_tiles[0], weight._cut_at, input, bias, dtype)
+    return pieces.multiply(weight._cut_tiles, input, bias, dtype)
 
 
 def _split(weight: Any, split_size: int | Sequence[int], dim: int = 0) -> Any:
     """Where it comes to whole tiles, and all that is taken is computed with."""
-    if dim != 0 or not isinstance(weight, TiledWeight) or not weight._is_computed_with:
+    if dim != 0 or not isinstance(weight, TiledWeight) or not weight._cut_is_operand:
         return NotImplemented
     rows = weight.shape[0]
     if isinstance(split_size, int):
         split_size = [min(split_size, rows - start) for start in range(0, rows, split_size)]
-    parts, left = [], [*weight._tiles]
+    parts, left = [], [*weight._cut_tiles]
     for size in split_size:
         taken: list[Tile] = []
         while left and sum(tile.stop - tile.start for tile in taken) < size:
             taken.append(left.pop(0))
         if sum(tile.stop - tile.start for tile in taken) != size:
             return NotImplemented
-        parts.append(weight.part(taken, lambda face, size=size: face[:size]))  # type: ignore[misc]
+        parts.append(weight.cut_part(taken, lambda face, size=size: face[:size]))  # type: ignore[misc]
     return tuple(parts) if not left else NotImplemented
 
 
@@ -348,8 +348,8 @@ def _select(weight: Any, index: Any) -> Any:
     index = int(index) % len(weight)
     selected()[id(weight)] = True
     (tile,) = (tile for tile, rows in weight._rows() if rows.start <= index < rows.stop)
-    matrix = weight.part([tile], lambda face: face[0])
-    matrix._at = index - (tile.start - weight._tiles[0].start)
+    matrix = weight.cut_part([tile], lambda face: face[0])
+    matrix._cut_at = index - (tile.start - weight._cut_tiles[0].start)
     return matrix
 
 
@@ -358,8 +358,8 @@ def _transpose(weight: Any, first: int, second: int) -> Any:
         return NotImplemented
     if all(map(is_program_s, weight.tiles)) and id(weight) not in selected():
         return NotImplemented  # a view of memory
-    transposed = weight.part(weight._tiles, lambda face: face.transpose(-2, -1))
-    transposed._is_transposed = not weight._is_transposed
+    transposed = weight.cut_part(weight._cut_tiles, lambda face: face.transpose(-2, -1))
+    transposed._cut_turned = not weight._cut_turned
     return transposed
 
 
@@ -374,17 +374,17 @@ def _grouped(
     if not is_ours or x.dim() != 2 or offs is None or bias is not None or out_dtype is not None:
         return NotImplemented
     return multiply_groups(
-        weight._tiles,
+        weight._cut_tiles,
         x,
         offs,
-        is_transposed=weight._is_transposed,
-        fetches_all=weight._is_partitioned,
+        is_transposed=weight._cut_turned,
+        fetches_all=weight._cut_by_ranks,
     )
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
     """Tile by tile also where parts are views: the bits are those of everywhere."""
-    args, kwargs = tree_map_only(TiledWeight, TiledWeight.tile_by_tile, (args, kwargs))
+    args, kwargs = tree_map_only(TiledWeight, TiledWeight.cut_by_tiles, (args, kwargs))
     return pieces.attention(*args, **kwargs)
 
 

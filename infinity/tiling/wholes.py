@@ -84,7 +84,7 @@ def on_wholes(func: Any, args: Any, kwargs: Any, found: Mapping[int, Any]) -> An
     torch does not count.
     """
     counting = {key: _first_absent(weight.tiles) for key, weight in found.items()}
-    wholes = {key: weight.whole() for key, weight in found.items()}
+    wholes = {key: weight.cut_whole() for key, weight in found.items()}
     parts = {whole.untyped_storage()._cdata: found[key].tiles for key, whole in wholes.items()}
     if func in SHOWS_MEMORY:
         wholes = {key: watched(whole, parts) for key, whole in wholes.items()}
@@ -104,7 +104,7 @@ def on_wholes(func: Any, args: Any, kwargs: Any, found: Mapping[int, Any]) -> An
             _refuse_change(func, found[key])
     for key, whole in wholes.items():
         if _version_of(whole, counting[key]) != versions[key]:
-            found[key].bring_back(whole)
+            found[key].cut_bring_back(whole)
     by_whole = {id(whole): found[key] for key, whole in wholes.items()}
 
     def seen(value: Any) -> Any:
@@ -125,8 +125,8 @@ def _version_of(whole: torch.Tensor, absent: Any) -> int:
 
 def _refuse_change(func: Any, weight: Any) -> NoReturn:
     raise RuntimeError(
-        f"{getattr(func, '__name__', func)} of {weight._name}, which is in tiles while the model "
-        "is offloaded, would reach a copy of it; do this inside `with "
+        f"{getattr(func, '__name__', func)} of {weight._cut_name}, which is in tiles while the "
+        "model is offloaded, would reach a copy of it; do this inside `with "
         "offloaded.gathered([parameter], modify=True):`"
     )
 

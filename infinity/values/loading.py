@@ -389,12 +389,12 @@ def _restore_state(
     """Step counts and options, and what the rule keeps in memory of every parameter."""
     for leaf in checkpoint_tensors_of(training.model, training.records):
         theirs = saved_state.state_of(training.state, leaf, saved, path)
-        steps = training.rule.steps(theirs) if theirs.is_trained else 0
-        for part in leaf.parts:
+        for part, own in zip(leaf.parts, saved_state.of_parts(leaf, theirs, saved), strict=True):
+            steps = training.rule.steps(own) if own.is_trained else 0
             training.steps[part.index] = steps
             if steps:
                 small = saved["small_state"].get(part.name, {})
-                training.rule.restore(part.index, leaf.first.spec.dtype, theirs, small)
+                training.rule.restore(part.index, leaf.first.spec.dtype, own, small)
     groups = _groups(training, saved, path)
     for group, values in zip(training.optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in (values or {}).items() if k not in OF_MEMBERS})

@@ -15,7 +15,7 @@ from infinity.optim.adamw import MOMENTS, NAME, AdamW
 from infinity.optim.rule import UNNAMED, OptimizerRule
 from infinity.values.checkpoint_tensors import CheckpointTensor
 from infinity.values.component_bytes import MASTER_COMPONENTS
-from infinity.values.saved_state import state_of
+from infinity.values.saved_state import check_steps, state_of
 from swap.tiered import TieredState
 
 PathLike = str | os.PathLike[str]
@@ -59,7 +59,9 @@ def takes_state(
             "begin with its weights alone"
         )
     for leaf in leaves:
-        rule.check_saved(state_of(state, leaf, saved, path))
+        own = state_of(state, leaf, saved, path)
+        check_steps(own, saved)
+        rule.check_saved(own)
     return True
 
 

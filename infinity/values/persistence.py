@@ -224,6 +224,7 @@ def scalars_of(training: TrainingState) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "steps": {leaf.name: training.steps[leaf.first.index] for leaf in leaves},
+        **saved_state.steps_of_tiles(training.steps, leaves),
         "planes": {
             leaf.name: list(training.state.component_names(leaf.first.index)) for leaf in leaves
         },

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from infinity.values.checkpoint_tensors import CheckpointTensor
 from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_tensor
 from swap.storage.components import as_bytes
 from swap.tiered import TieredState
+
+_OF_TILES = "steps_of_tiles"
 
 
 def state_of(
@@ -43,6 +46,42 @@ def state_of(
         here={component.component.name: component.dtype for component in here},
         has_blocks=any(component.component.per > 1 for component in here),
     )
+
+
+def steps_of_tiles(
+    steps: Sequence[int], leaves: Iterable[CheckpointTensor]
+) -> dict[str, dict[str, list[int]]]:
+    """What is saved of leaves of which some tiles have taken more steps than others, as programs
+    have it that clear gradients of some: the counts in their order.
+    """
+    counts = {leaf.name: [steps[part.index] for part in leaf.parts] for leaf in leaves}
+    differing = {name: own for name, own in counts.items() if len({*own}) > 1}
+    return {_OF_TILES: differing} if differing else {}
+
+
+def of_parts(
+    leaf: CheckpointTensor, theirs: SavedState, saved: Mapping[str, Any]
+) -> list[SavedState]:
+    """``theirs``, of ``leaf``, for each of its parts."""
+    counts = saved.get(_OF_TILES, {}).get(leaf.name)
+    if counts is None or not theirs.is_tiled_alike:  # of what is frozen here: see ``check_steps``
+        return [theirs for _ in leaf.parts]
+    return [replace(theirs, steps=int(count)) for count in counts]
+
+
+def check_steps(theirs: SavedState, saved: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` for tiles with counts of their own that are cut in another way here."""
+    if theirs.name in saved.get(_OF_TILES, {}) and theirs.is_trained and not theirs.is_tiled_alike:
+        raise ValueError(
+            f"{theirs.path} has tiles of {theirs.name} that have taken different numbers of steps, "
+            "and they are cut in another way here; load it with the max_parameter_bytes that it "
+            "was saved with"
+        )
+
+
+def with_steps_of_tiles(saved: Mapping[str, Any]) -> list[str]:
+    """The leaves whose tiles have taken different numbers of steps."""
+    return [*saved.get(_OF_TILES, {})]
 
 
 def component_dtypes(

@@ -165,6 +165,29 @@ def test_what_a_program_does_to_a_tiled_layer_outlasts_the_block(nvme: Path) -> 
     assert len(calls) == 2
 
 
+def test_marks_of_a_program_have_the_names_that_it_gives_them(nvme: Path) -> None:
+    model: Any = Net()
+    weight = model.up.weight
+    marks = {
+        "_name": "own",
+        "_owner": "me",
+        "_tiles": 3,
+        "_at": 1,
+        "part": "encoder",
+        "whole": True,
+    }
+    vars(weight).update(marks)
+    with offload(model, nvme):
+        assert is_in_tiles(model.up)
+        assert vars(model.up.weight).items() >= marks.items()
+        loss(model).backward()
+        assert model.up.weight.grad.isfinite().all()
+        assert model.up.weight.norm().isfinite()
+        assert model.up.weight.data.shape == weight.shape
+    assert model.up.weight is weight
+    assert vars(weight) == marks
+
+
 def test_attributes_with_the_rows_of_a_weight_are_cut_with_it(nvme: Path) -> None:
     class Masked(torch.optim.SGD):
         """Updates only what the mask of a parameter shows, by a rate for each row."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import infinity
 from infinity import TiledLinear
+from infinity.commands.foreign.exporting import check_exportable
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import Tiling
 from tests.support.models import is_in_tiles
@@ -285,6 +286,44 @@ def test_checkpoint_of_another_optimizer_under_other_tiles_is_refused(tmp_path: 
         pytest.raises(ValueError, match="tiled in another way"),
     ):
         offloaded.load(path)
+
+
+@pytest.mark.parametrize("optimizer", [infinity.AdamW(), torch.optim.Adam], ids=["ours", "torch"])
+@pytest.mark.parametrize("way", ["checkpoint", "snapshot"])
+def test_tiles_that_took_other_numbers_of_steps_go_on_as_they_were(
+    way: str, optimizer: Any, tmp_path: Path
+) -> None:
+    nvme, path = tmp_path / "nvme", tmp_path / "saved"
+    nvme.mkdir()
+    options: Any = {"optimizer": optimizer, "host_memory": AMPLE, "max_parameter_bytes": BOUND}
+    model = make_net()
+    with infinity.offload(model, nvme, **options) as offloaded:
+        for step in range(2):
+            model(tokens(step)).square().mean().backward()
+            model.middle.weight.tiles[step].grad = None  # type: ignore[attr-defined]
+            model.up.weight.tiles[0].grad = None  # type: ignore[attr-defined]
+            offloaded.step()
+        if way == "snapshot":
+            offloaded.snapshot("last")
+        offloaded.save(path)
+        train(model, offloaded, range(2, 4))
+    other = make_net()
+    with infinity.offload(other, nvme, **options) as offloaded:
+        if way == "snapshot":
+            offloaded.restore("last")
+        else:
+            offloaded.load(path)
+        train(other, offloaded, range(2, 4))
+    assert same_values(values_of(other), values_of(model))
+    with infinity.offload(other, nvme, **{**options, "max_parameter_bytes": None}) as offloaded:
+        taken = offloaded.restore if way == "snapshot" else offloaded.load
+        with pytest.raises(ValueError, match=r"up\.weight.* different numbers"):
+            taken("last" if way == "snapshot" else path)
+        train(other, offloaded, range(4, 5))
+    with pytest.raises(ValueError, match=r"one for a parameter|not of AdamW"):
+        check_exportable(path, tmp_path / "optimizer.pt")
+    with infinity.offload(other, nvme, optimizer=None, weights=path, host_memory=AMPLE):
+        pass
 
 
 def test_what_cannot_be_tiled_stays_whole_with_one_warning(

@@ -272,7 +272,7 @@ def test_write_into_a_tile_that_was_lent_alone_and_moved_since_is_told(
         change(writes=False)
         with offloaded.gathered(weight):
             added = weight.detach() - before
-            rows = slice(weight._tiles[1].start, weight._tiles[1].stop)
+            rows = slice(weight._cut_tiles[1].start, weight._cut_tiles[1].stop)
             assert torch.allclose(added[rows], torch.ones(1))
 
 

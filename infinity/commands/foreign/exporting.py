@@ -24,6 +24,7 @@ from infinity.commands.foreign.state import MOMENTS
 from infinity.optim.adamw import NAME, is_torch_adamw
 from infinity.values.load_targets import literal
 from infinity.values.optimizer_match import whole_name
+from infinity.values.saved_state import with_steps_of_tiles
 
 OPTIONS = {
     "amsgrad": False,
@@ -155,6 +156,11 @@ def _with_moments(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> lis
         raise ValueError(
             f"{path} has moments of 8 bits, which torch.optim.AdamW does not have; train with "
             "state_dtype=torch.bfloat16 or torch.float32 to export them"
+        )
+    for name in with_steps_of_tiles(saved):
+        raise ValueError(
+            f"{path} has tiles of {name} that have taken different numbers of steps, and "
+            "torch.optim.AdamW has one for a parameter; leave --optimizer out for the weights alone"
         )
     return [name for name, components in saved["planes"].items() if {*MOMENTS} <= {*components}]
 
