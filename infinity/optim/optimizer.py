@@ -172,8 +172,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._check_not_own("load_state_dict", "offloaded.load(path) goes on from what was saved")
         self._owner.check_state(state_dict)
         groups = {"state": {}, "param_groups": state_dict["param_groups"]}
-        super().load_state_dict(groups)
-        self.state = AbsentState()  # type: ignore[assignment]
+        try:
+            super().load_state_dict(groups)
+        finally:  # hooks of the program may raise behind it
+            self.state = AbsentState()  # type: ignore[assignment]
         self._owner.restore_loss_scale(state_dict[KEY]["loss_scale"])
 
     def _check_not_own(self, method: str, instead: str) -> None:

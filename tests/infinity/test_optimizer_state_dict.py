@@ -210,3 +210,21 @@ def test_state_is_neither_looked_for_nor_changed_through_the_optimizer(nvme: Pat
                 look()
         assert [*optimizer.state.items()] == []
         _train(offloaded, 1)
+
+
+def test_a_hook_that_raises_behind_a_load_leaves_no_state_that_could_be_changed(
+    nvme: Path,
+) -> None:
+    def fail(_: object) -> None:
+        raise ArithmeticError
+
+    with _offload(seeded(Stack), nvme) as offloaded:
+        _train(offloaded, 0)
+        optimizer = offloaded.optimizer
+        state = optimizer.state_dict()
+        optimizer.register_load_state_dict_post_hook(fail)
+        with pytest.raises(ArithmeticError):
+            optimizer.load_state_dict(state)
+        with pytest.raises(TypeError, match="begins without state"):
+            optimizer.state.clear()
+        _train(offloaded, 1)
