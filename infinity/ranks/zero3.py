@@ -26,7 +26,7 @@ from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
 from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ranks
-from infinity.ranks.collectives import NORM, STEP, VALUES, Ranks, as_bytes
+from infinity.ranks.collectives import CHANGE, NORM, STEP, VALUES, Ranks, as_bytes
 from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory, Weights
 from infinity.ranks.reductions import Reductions
 from swap.interruptions.apart import run_apart
@@ -69,7 +69,8 @@ class Zero3:
         self._state = state
         state.gradients.keep_blocks = True
         self._memory = memory
-        self._reductions = Reductions(records, ranks, memory, state.add_gradient)
+        store, lose = state.add_gradient, state.gradients.lose
+        self._reductions = Reductions(records, ranks, memory, store, lose)
         self.outside_bytes = capacity_bytes // 2
         self._sums: dict[str, int] = {}
         self._changes: dict[str, int] = {}
@@ -143,7 +144,7 @@ class Zero3:
 
     def _check_change(self, record: Record) -> None:
         digest = _sum_of(record.parameter.data.reshape(-1))
-        rows = self.ranks.meet(VALUES, record.index, digest)
+        rows = self.ranks.meet(CHANGE, record.index, digest)
         for rank, row in enumerate(rows):
             if row[3] != rows[0][3]:
                 raise RankDifferenceError(
@@ -162,10 +163,13 @@ class Zero3:
             out.view(-1).copy_(whole)
 
     def _whole(self, record: Record, part: torch.Tensor) -> torch.Tensor:
-        whole = torch.empty(record.numel, dtype=part.dtype, device=part.device)
-        self.ranks.meet(VALUES, record.index)
-        self.ranks.gather(part, whole, record.cut.offsets).wait()
-        return whole
+        def gather() -> torch.Tensor:
+            whole = torch.empty(record.numel, dtype=part.dtype, device=part.device)
+            self.ranks.meet(VALUES, record.index)
+            self.ranks.gather(part, whole, record.cut.offsets).wait()
+            return whole
+
+        return self.ranks.undivided(gather)
 
     # Steps.
 
@@ -243,10 +247,15 @@ class Zero3:
             [_num_blocks(self._records[index].cut.length(rank)) for index in cut]
             for rank in range(self.world_size)
         ]
-        self.ranks.meet(NORM, self._step)
+        lengths = [sum(each) for each in counts]
+
+        def gather() -> list[torch.Tensor]:
+            self.ranks.meet(NORM, self._step)
+            return self.ranks.coordinator.gather(torch.cat(own), lengths) if cut else []
+
+        every = self.ranks.undivided(gather)
         sums: dict[int, float] = {}
         if cut:
-            every = self.ranks.coordinator.gather(torch.cat(own), [sum(each) for each in counts])
             pieces = [part.split(each) for part, each in zip(every, counts, strict=True)]
             for position, index in enumerate(cut):
                 sums[index] = _added_up([part[position] for part in pieces])
