@@ -13,15 +13,17 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from aio.process.threads import Latch
 from checkpoint.errors import RankFailedError
 from checkpoint.format.checksum import crc32c
-from checkpoint.ranks.coordinator import Coordinator
+from checkpoint.ranks.coordinator import Coordinator, Operation, tell
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
@@ -34,6 +36,7 @@ from swap.plain import plain
 from swap.plan.layout import PIECE
 from swap.tiered import TieredState
 
+T = TypeVar("T")
 _SUMMED = 1 << 18
 """Elements that are summed at a time."""
 
@@ -175,6 +178,26 @@ class Zero3:
 
     def meet(self, kind: int, step: int) -> None:
         self.ranks.meet(kind, step)
+
+    def meet_for(
+        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool = False
+    ) -> T:
+        saving = self.ranks.saving
+        exchanges, failures, met = saving.num_exchanges, saving.num_failures, Latch()
+        try:
+            self.ranks.undivided(lambda: (self.meet(kind, max(steps)), met.set()))
+            return action()
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            is_told = saving.num_failures > failures or (tells and saving.num_exchanges > exchanges)
+            if met.is_set() and not is_told:
+                if tells:
+                    with suppress(type(interrupt)):
+                        tell(saving, Operation.OWN, interrupt)
+                    tell(saving, Operation.SAVE, interrupt)  # and this raises it
+                self.ranks.leave(interrupt)
+            raise
 
     def note_change(self, record: Record, values: torch.Tensor) -> None:
         before = self._changes.get(record.name, 0)

@@ -111,3 +111,15 @@ def test_a_step_that_is_taken_again_behind_an_interrupt_has_all_gradients(tmp_pa
     for told in run_ranks(rank_attacks.interrupted_means, tmp_path, 2):
         assert told["slices"] == told["bucket"] == [True, True, ""], told
         assert "was lost on its way" in told["means"][-1], told
+
+
+def test_an_interrupt_in_a_save_or_a_load_lets_no_rank_wait(tmp_path: Path) -> None:
+    """Where a rank was to do it again, all waited for each other until the timeout."""
+    first, second = run_ranks(rank_attacks.interrupted_calls, tmp_path, 2, timeout_seconds=8)
+    assert [told[0] for told in second.values()] == ["interrupted"] * 3
+    why = "RankFailedError: rank 1 failed: KeyboardInterrupt"
+    assert [told[0][: len(why)] for told in first.values()] == [why] * 3
+    assert first["save"][1:] == second["save"][1:] == ["", ""]
+    for name in ("load", "loaded"):
+        assert "KeyboardInterrupt" in first[name][1]
+        assert "does not answer" not in str(first[name] + second[name])

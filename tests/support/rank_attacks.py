@@ -23,8 +23,9 @@ from aio import AioError
 from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.modifying import Loans
 from infinity.ranks import reductions
-from infinity.ranks.collectives import GATHER, NORM, REDUCE, VALUES, Ranks, Transfer
+from infinity.ranks.collectives import GATHER, LOAD, NORM, REDUCE, SAVE, VALUES, Ranks, Transfer
 from infinity.ranks.zero3 import Zero3
+from infinity.training import Training
 from swap.storage.extents import ExtentStore
 from swap.tiered import TieredState
 from swap.update.stages import Stages
@@ -316,6 +317,40 @@ def interrupted_means(rank: int, folder: Path) -> dict[str, list[Any]]:
         said = complaint(look)
         told[name] = [*given, said]
     return told
+
+
+def interrupted_calls(rank: int, folder: Path) -> dict[str, list[Any]]:
+    """Ctrl-C comes to rank 1 behind what ranks meet for as they save or load, and as all is loaded;
+    both do the same again. What each is told of the first, of the second and of the block.
+    """
+
+    def again(place: tuple[Any, ...], told: list[str], *, saves: bool) -> None:
+        model = stack(768)
+        with infinity.offload(
+            model, folder, host_memory="256MiB", process_group=world()
+        ) as offloaded:
+            vector_loss(model, 0, width=768).backward()
+            offloaded.step()
+            offloaded.save(folder / "checkpoint")
+            call = partial((offloaded.save if saves else offloaded.load), folder / "checkpoint")
+            try:
+                with _interrupt_behind(*place) if rank == 1 else nullcontext():
+                    told.append(complaint(call))
+            except KeyboardInterrupt:
+                told.append("interrupted")
+            told.append(complaint(call))
+
+    places = {
+        "save": ((Zero3, "meet", lambda given: given[1] == SAVE), True),
+        "load": ((Zero3, "meet", lambda given: given[1] == LOAD), False),
+        "loaded": ((Training, "loaded"), False),
+    }
+    outcomes: dict[str, list[Any]] = {}
+    for name, (place, saves) in places.items():
+        told: list[str] = []
+        told.append(complaint(partial(again, place, told, saves=saves)))
+        outcomes[name] = told
+    return outcomes
 
 
 def _ended(
