@@ -184,8 +184,13 @@ class Zero3:
     ) -> T:
         saving = self.ranks.saving
         exchanges, failures, met = saving.num_exchanges, saving.num_failures, Latch()
+
+        def meet() -> None:
+            self.meet(kind, max(steps))
+            met.set()
+
         try:
-            self.ranks.undivided(lambda: (self.meet(kind, max(steps)), met.set()))
+            self.ranks.undivided(meet)
             return action()
         except Exception:
             raise
