@@ -240,7 +240,7 @@ class OffloadedModel:
         self._begin("load()")
         self._training.loans.check_none("load()")
         ranks, steps = self._training.rank_context, self._training.steps
-        return ranks.meet_for(LOAD, steps, partial(self._load, path, stripe_dirs))
+        return ranks.meet_for(LOAD, steps, partial(self._load, path, stripe_dirs), tells=False)
 
     def _load(self, path: str | os.PathLike[str], stripe_dirs: StripeDirs | None) -> Any:
         self._training.saves.wait_done()
@@ -373,10 +373,11 @@ class OffloadedModel:
         """
         check_place(folder, "folder")
         check_not_amid("export()")
-        self._training.check_unchanged()
-        self._training.loans.check_unmodified("export()")
-        ranks, steps = self._training.rank_context, self._training.steps
-        return ranks.meet_for(SAVE, steps, partial(persistence.export, self._training, folder))
+        training = self._training
+        training.check_unchanged()
+        training.loans.check_unmodified("export()")
+        export = partial(persistence.export, training, folder)
+        return training.rank_context.meet_for(SAVE, training.steps, export, tells=False)
 
     def report(self, drive_endurance: int | str = DRIVE_ENDURANCE) -> Report:
         """Bytes per tier, traffic, stalls, overlap, peaks so far; ``print`` it for a table.

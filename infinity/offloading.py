@@ -116,8 +116,7 @@ def offload(
       damage is a ``CorruptSwapError`` that names the parameter. Takes a thousandth of their size of
       ``host_memory``. See "Damaged swap files" in ``docs/GUARANTEES.md``.
     - ``process_group``: ranks (of torchrun, say) that partition the model between them and average
-      their gradients; ``torch.distributed.group.WORLD`` is all. Without, each rank trains a model
-      of its own, and a warning says so. See ``docs/ARCHITECTURE.md``.
+      their gradients, such as ``torch.distributed.group.WORLD``; each trains its own without.
 
     Nothing is done before the block that this returns is entered, by ``with`` or ``ExitStack``. On
     leaving, parameters are real tensors with the trained values again. Those that came on meta are

@@ -59,7 +59,7 @@ class RankContext(Protocol):
         """All ranks do this now, after that many steps."""
 
     def meet_for(
-        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool = False
+        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool
     ) -> T:
         """What ``action`` gives, which all ranks do now. An interrupt in it of which the others are
         not told takes this rank out: they would wait for it. One that ``tells`` tells them of all
@@ -142,7 +142,7 @@ class SingleRank:
         """There is nobody to meet."""
 
     def meet_for(
-        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool = False
+        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool
     ) -> T:
         return action()
 

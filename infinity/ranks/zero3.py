@@ -180,7 +180,7 @@ class Zero3:
         self.ranks.meet(kind, step)
 
     def meet_for(
-        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool = False
+        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool
     ) -> T:
         saving = self.ranks.saving
         exchanges, failures, met = saving.num_exchanges, saving.num_failures, Latch()
