@@ -100,6 +100,19 @@ def warn_of(options: Options) -> None:
             )
 
 
+def warn_of_ranks(given: Arguments) -> None:
+    """One warning where ranks train beside each other: nothing that they compute would tell."""
+    if given.process_group is not None or given.optimizer is None:
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _log.warning(
+            "there are %d ranks, and each trains a model of its own: nothing averages gradients "
+            "but what the program itself does; give process_group=torch.distributed.group.WORLD "
+            "for one model, or a group of this process alone if that is meant",
+            dist.get_world_size(),
+        )
+
+
 def warn_of_rounding(records: Sequence[Record], *, trains: bool) -> None:
     """One warning for values that no master keeps as they came."""
     rounded = [

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -210,9 +211,9 @@ class OffloadedModel:
             return self._save_snapshot(snapshot, path, stripe_dirs, block=block)
         self._training.check_unchanged()
         self._training.loans.check_unmodified("save()")
-        self._training.rank_context.meet(SAVE, max(self._training.steps))
         how = persistence.How(block=block, stripe_dirs=stripe_dirs, only_trainable=only_trainable)
-        return persistence.save(self._training, path, extra, how)
+        save = partial(persistence.save, self._training, path, extra, how)
+        return self._training.rank_context.meet_for(SAVE, self._training.steps, save, tells=True)
 
     def _save_snapshot(
         self,
@@ -238,7 +239,10 @@ class OffloadedModel:
         check_place(path)
         self._begin("load()")
         self._training.loans.check_none("load()")
-        self._training.rank_context.meet(LOAD, max(self._training.steps))
+        ranks, steps = self._training.rank_context, self._training.steps
+        return ranks.meet_for(LOAD, steps, partial(self._load, path, stripe_dirs), tells=False)
+
+    def _load(self, path: str | os.PathLike[str], stripe_dirs: StripeDirs | None) -> Any:
         self._training.saves.wait_done()
         with self._training.gradients.passes.alone(sys._getframe()):
             ranks, then = self._training.rank_context.coordinator, self._training.loaded
@@ -369,10 +373,11 @@ class OffloadedModel:
         """
         check_place(folder, "folder")
         check_not_amid("export()")
-        self._training.check_unchanged()
-        self._training.loans.check_unmodified("export()")
-        self._training.rank_context.meet(SAVE, max(self._training.steps))
-        return persistence.export(self._training, folder)
+        training = self._training
+        training.check_unchanged()
+        training.loans.check_unmodified("export()")
+        export = partial(persistence.export, training, folder)
+        return training.rank_context.meet_for(SAVE, training.steps, export, tells=False)
 
     def report(self, drive_endurance: int | str = DRIVE_ENDURANCE) -> Report:
         """Bytes per tier, traffic, stalls, overlap, peaks so far; ``print`` it for a table.

@@ -18,6 +18,7 @@ from infinity.arguments import (
     checked,
     device_of,
     warn_of,
+    warn_of_ranks,
     warn_of_rounding,
 )
 from infinity.autograd.lost_values import check_not_held
@@ -115,7 +116,7 @@ def offload(
       damage is a ``CorruptSwapError`` that names the parameter. Takes a thousandth of their size of
       ``host_memory``. See "Damaged swap files" in ``docs/GUARANTEES.md``.
     - ``process_group``: ranks (of torchrun, say) that partition the model between them and average
-      their gradients; ``torch.distributed.group.WORLD`` is all. See ``docs/ARCHITECTURE.md``.
+      their gradients, such as ``torch.distributed.group.WORLD``; each trains its own without.
 
     Nothing is done before the block that this returns is entered, by ``with`` or ``ExitStack``. On
     leaving, parameters are real tensors with the trained values again. Those that came on meta are
@@ -160,6 +161,7 @@ def _begin(model: nn.Module, given: Arguments, undo: Undo) -> OffloadedModel:
         if given.host_memory is None:
             options = options.among(num_here)
     warn_of(options)
+    warn_of_ranks(given)
     return _enter(undo, model, options, ranks)
 
 

@@ -84,7 +84,7 @@ class GroupCoordinator:
         self._group: Any = _Gloo(self._store, self.rank, self.world_size, timeout)
         self._name = name or _plain_name
         self._failure: RankFailedError | None = None
-        self._count = 0
+        self.num_exchanges = self.num_failures = 0  # failures of which ranks told each other
         self._operation = Operation.COMPARE
         self._turn = threading.Lock()
 
@@ -177,8 +177,8 @@ class GroupCoordinator:
             raw = json.dumps(_encoded(value)).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
             return self.exchange(error)
-        self._count += 1
-        sizes = [point[2] for point in self.meet(self._operation, self._count, len(raw))]
+        self.num_exchanges += 1
+        sizes = [point[2] for point in self.meet(self._operation, self.num_exchanges, len(raw))]
         own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in sizes]
@@ -188,6 +188,7 @@ class GroupCoordinator:
             for tensor, size in zip(every, sizes, strict=True)
         ]
         failed = [(*answer["at"], rank) for rank, answer in enumerate(answers) if "error" in answer]
+        self.num_failures += isinstance(value, BaseException) or bool(failed)
         if isinstance(value, BaseException):
             raise value
         if failed:

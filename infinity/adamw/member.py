@@ -55,15 +55,22 @@ class Member:
     def weight(self) -> torch.Tensor:
         """The weights, flat, in place. Raises ``RuntimeError`` if they are not what they were."""
         tensor = local(self.parameter)
+        before = (self.shape, self.dtype, self.device, self.layout)
         now = (tensor.shape, tensor.dtype, tensor.device, layout_of(tensor))
-        if now != (self.shape, self.dtype, self.device, self.layout):
+        if now != before:
             raise RuntimeError(
-                f"{self.name} was {self.dtype} on {self.device}, shape {tuple(self.shape)}, when "
-                f"the optimizer was made, and is {tensor.dtype} on {tensor.device}, shape "
-                f"{tuple(tensor.shape)} now; convert and move a model before making its optimizer"
+                f"{self.name} was {_described(*before)} when the optimizer was made, and is "
+                f"{_described(*now)} now; convert and move a model before making its "
+                "optimizer, also to another memory_format"
             )
         check_memory(self.name, tensor)
         return flat(tensor, self.layout)
+
+
+def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device, layout: Layout) -> str:
+    in_order = layout == tuple(range(len(layout)))
+    order = "" if in_order else f" with its dimensions in memory in the order {layout}"
+    return f"{dtype} on {device}, shape {tuple(shape)}{order},"
 
 
 _NEEDED = ("lr", "betas", "eps", "weight_decay")

@@ -8,9 +8,11 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from infinity.optim.rule import OF_MEMBERS
 from infinity.optim.state_reference import KEY
 from infinity.optim.torch_optimizer.workers import has_own
 from infinity.parameters.offloaded.handlers import check_not_amid
+from infinity.tiling.tile import whole_name
 from infinity.tiling.weight import TiledWeight
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -21,6 +23,12 @@ class StepTaker(Protocol):
 
     def take_step(self) -> None:
         """Clip, and start the update of every parameter that has a gradient."""
+
+    def index_of(self, parameter: torch.Tensor) -> int:
+        """Of a parameter of the model."""
+
+    def name_of(self, index: int) -> str:
+        """Of the parameter of that index."""
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -160,7 +168,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ``state_reference``. Small, of numbers and text.
         """
         packed: dict[str, Any] = super().state_dict()
-        return {**packed, KEY: self._owner.describe_state()}
+        return {**packed, KEY: {**self._owner.describe_state(), "groups": self._members()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the options of ``state_dict``, and its loss scale; the state that it is of must be
@@ -171,10 +179,32 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self._check_not_own("load_state_dict", "offloaded.load(path) goes on from what was saved")
         self._owner.check_state(state_dict)
-        groups = {"state": {}, "param_groups": state_dict["param_groups"]}
-        super().load_state_dict(groups)
-        self.state = AbsentState()  # type: ignore[assignment]
+        groups = {"state": {}, "param_groups": self._groups_of(state_dict)}
+        try:
+            super().load_state_dict(groups)
+        finally:  # hooks of the program may raise behind it
+            self.state = AbsentState()  # type: ignore[assignment]
         self._owner.restore_loss_scale(state_dict[KEY]["loss_scale"])
+
+    def _members(self) -> list[list[str]]:
+        """The names of what is in each group, tiles together."""
+        index_of, name_of = self._owner.index_of, self._owner.name_of
+        return [
+            sorted({whole_name(name_of(index_of(parameter))) for parameter in group["params"]})
+            for group in self.param_groups
+        ]
+
+    def _groups_of(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The groups of ``state_dict``; with our tiles, where they are of the same weights."""
+        theirs, told = state_dict["param_groups"], state_dict[KEY].get("groups", [])
+        if told != self._members():
+            return [*theirs]
+        groups = []
+        for group, own in zip(theirs, self.param_groups, strict=True):
+            options = {key: value for key, value in group.items() if key not in OF_MEMBERS}
+            members = {key: own[key] for key in OF_MEMBERS if key in own}
+            groups.append({**options, **members, "params": [*range(len(own["params"]))]})
+        return groups
 
     def _check_not_own(self, method: str, instead: str) -> None:
         made = vars(self).get("_made")

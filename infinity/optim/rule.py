@@ -22,6 +22,8 @@ from swap.plan.rules import ParameterUpdate, UpdateRule
 
 UNNAMED = "an optimizer made by a factory"
 """Stands for the class of an optimizer where a checkpoint does not name it."""
+OF_MEMBERS = ("params", "param_names")
+"""What a group has of each member by its position, and so is never that of another group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.parameters.records import Record
+from infinity.tiling.tile import whole_name
 
 KEY = "infinity"
 """Where a ``state_dict`` says which state it is of."""
@@ -42,8 +43,8 @@ class StateReference:
             [record.name, [*record.shape], str(record.spec.dtype), record.spec.trainable]
             for record in records
         ]
-        identity = json.dumps([kept_by, parameters])
-        self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:32]
+        self._fingerprint = _fingerprint([kept_by, parameters])
+        self._of_wholes = _fingerprint([kept_by, _wholes(records)])
         self._kept_by = kept_by
 
     @property
@@ -76,6 +77,7 @@ class StateReference:
             "format": _FORMAT,
             "optimizer_class": self._kept_by,
             "fingerprint": self._fingerprint,
+            "fingerprint_of_wholes": self._of_wholes,
             "state": self.name,
             "saved_at": self._saved_at,
             "steps": dict(zip(self._names, steps, strict=True)),
@@ -98,7 +100,8 @@ class StateReference:
                 f"this state_dict has format {told.get('format')}; this version reads {_FORMAT}"
             )
         self._check_model(told)
-        same_steps = told["steps"] == dict(zip(self._names, steps, strict=True))
+        ours = dict(zip(self._names, steps, strict=True))
+        same_steps = told["steps"] == ours or _of_wholes(told["steps"]) == _of_wholes(ours)
         if same_steps and (told["state"] == self.name or not any(steps)):
             return told
         where = "" if told["saved_at"] is None else f", which was saved at {told['saved_at']}"
@@ -112,6 +115,8 @@ class StateReference:
     def _check_model(self, told: Mapping[str, Any]) -> None:
         if told["fingerprint"] == self._fingerprint:
             return
+        if told.get("fingerprint_of_wholes") == self._of_wholes:
+            return  # cut into other tiles
         theirs, ours = told["steps"].keys(), dict.fromkeys(self._names).keys()
         what = "parameters of other shapes, dtypes or training"
         if told["optimizer_class"] != self._kept_by:
@@ -121,6 +126,28 @@ class StateReference:
             has = "has" if name in theirs else "lacks"
             what = f"another model: it {has} {name}"
         raise ValueError(f"this state_dict is of {what}; {_REMEDY}")
+
+
+def _fingerprint(identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def _wholes(records: Sequence[Record]) -> list[Any]:
+    """What parameters are, tiles together, in the order of their names."""
+    rows: dict[tuple[Any, ...], int] = {}
+    for record in records:
+        first, *rest = record.shape or [-1]
+        kind = (whole_name(record.name), *rest, str(record.spec.dtype), record.spec.trainable)
+        rows[kind] = rows.get(kind, 0) + first
+    return sorted(([*kind, count] for kind, count in rows.items()), key=lambda whole: whole[0])
+
+
+def _of_wholes(steps: Mapping[str, int]) -> dict[str, set[int]]:
+    """The counts of each parameter; one, but where tiles have taken steps of their own."""
+    found: dict[str, set[int]] = {}
+    for name, count in steps.items():
+        found.setdefault(whole_name(name), set()).add(count)
+    return found
 
 
 def _kind_of(state_dict: Mapping[str, Any]) -> str:

@@ -11,21 +11,25 @@ ranks, whatever the backend.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from checkpoint.ranks.coordinator import doing
 from checkpoint.ranks.group import GroupCoordinator, is_of_transfer
+from swap.interruptions.apart import run_apart
 from swap.plain import check_plain
 
-GATHER, REDUCE, NORM, STEP, VALUES, SAVE, LOAD, LEAVE = range(1, 9)
+T = TypeVar("T")
+GATHER, REDUCE, NORM, STEP, VALUES, SAVE, LOAD, LEAVE, CHANGE = range(1, 10)
 _KINDS = {
     GATHER: "fetches the weights of",
     REDUCE: "has a gradient of",
-    VALUES: "reads or changes the values of",
+    VALUES: "reads the values of",
+    CHANGE: "changes the values of",
     NORM: "takes the norm of gradients after step",
     STEP: "takes the step after step",
     SAVE: "saves after step",
@@ -97,11 +101,29 @@ class Ranks:
         self._global_ranks = dist.get_process_group_ranks(process_group)
         # gloo moves host memory alone: what is on a GPU goes by way of that.
         self._staged = device.type == "cuda" and dist.get_backend(process_group) == "gloo"
+        self._device = device
 
     def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
         """Wait until all ranks are at this point. Raises ``RankFailedError``."""
         point = self.num_steps * _NUMBERS + number - SMALL
         return self.coordinator.meet(kind, point, 0, digest)
+
+    def undivided(self, action: Callable[[], T]) -> T:
+        """What ``action`` gives, which meets and starts what ranks have met for: an interrupt comes
+        before or after, or the others would wait for what this rank never sends.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return action()
+        is_on_gpu = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device) if is_on_gpu else None
+        given: list[T] = []
+
+        def run() -> None:
+            with torch.cuda.stream(stream):  # it is that of a thread
+                given.append(action())
+
+        run_apart(run, "infinity-ranks")
+        return given[0]
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor, offsets: Sequence[int]) -> Transfer:
         """Bring the slices of all ranks together in ``whole``: rank ``r`` has elements
@@ -152,7 +174,7 @@ class Ranks:
             return what
         steps, of = number // _NUMBERS, number % _NUMBERS + SMALL
         name = str(of)
-        if kind in (GATHER, REDUCE, VALUES):
+        if kind in (GATHER, REDUCE, VALUES, CHANGE):
             name = "small parameters" if of == SMALL else self.names[of]
         return f"{what} {name} (steps taken in this block: {steps})"
 

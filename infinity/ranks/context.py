@@ -4,8 +4,8 @@ of one process that shares them with nobody.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
 from infinity.ranks.gathered_weights import Weights
 from swap.tiered import TieredState
+
+T = TypeVar("T")
 
 
 class RankContext(Protocol):
@@ -55,6 +57,14 @@ class RankContext(Protocol):
 
     def meet(self, kind: int, step: int) -> None:
         """All ranks do this now, after that many steps."""
+
+    def meet_for(
+        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool
+    ) -> T:
+        """What ``action`` gives, which all ranks do now. An interrupt in it of which the others are
+        not told takes this rank out: they would wait for it. One that ``tells`` tells them of all
+        but what comes before its first meeting, and of that they are told as by a save.
+        """
 
     def note_change(self, record: Record, values: torch.Tensor) -> None:
         """A program has made ``values`` of the gradient, or multiplied it by them."""
@@ -130,6 +140,11 @@ class SingleRank:
 
     def meet(self, kind: int, step: int) -> None:
         """There is nobody to meet."""
+
+    def meet_for(
+        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool
+    ) -> T:
+        return action()
 
     def note_change(self, record: Record, values: torch.Tensor) -> None:
         """There is nobody to disagree with."""

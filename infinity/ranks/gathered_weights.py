@@ -277,18 +277,22 @@ class GatheredWeights:
         """None where there is no memory for it on some rank."""
         record = self._records[parameter]
         part = self._slices.borrow(parameter)
-        weight = self._memory.take(
-            record.numel, record.spec.dtype, partial(self._ranks.meet, GATHER, parameter)
-        )
-        if weight is None:
-            return None
-        transfer = self._ranks.gather(part, weight, record.cut.offsets)
-        entry = _Entry(weight, transfer, self._nbytes(parameter))
-        self._entries[parameter] = entry
-        self._owners.note(weight, parameter)
-        self._policy.added(parameter)
-        self.gathered_bytes += entry.nbytes
-        return entry
+
+        def start() -> _Entry | None:
+            weight = self._memory.take(
+                record.numel, record.spec.dtype, partial(self._ranks.meet, GATHER, parameter)
+            )
+            if weight is None:
+                return None
+            transfer = self._ranks.gather(part, weight, record.cut.offsets)
+            entry = _Entry(weight, transfer, self._nbytes(parameter))
+            self._entries[parameter] = entry
+            self._owners.note(weight, parameter)
+            self._policy.added(parameter)
+            self.gathered_bytes += entry.nbytes
+            return entry
+
+        return self._ranks.undivided(start)
 
     def _nbytes(self, parameter: int) -> int:
         return self._records[parameter].weight_bytes

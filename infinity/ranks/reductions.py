@@ -31,14 +31,16 @@ _ALIGNMENT = 8
 
 Store = Callable[[int, torch.Tensor], None]
 """Takes the mean of a parameter's gradient: what this rank keeps of it, flat."""
+Lose = Callable[[int, BaseException], None]
+"""Lets no step be taken with what there is of a parameter's gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Exchange:
-    """Slices of one gradient from all ranks, on their way into ``received``."""
+    """Slices of one gradient, or small ones, of all ranks on their way into ``parts``."""
 
     index: int
-    received: torch.Tensor
+    parts: list[torch.Tensor]
     transfer: Transfer
 
 
@@ -46,12 +48,17 @@ class Reductions:
     """Means of gradients over ranks. ``add`` and ``finish`` are collective, ``drop`` is not."""
 
     def __init__(
-        self, records: Sequence[Record], ranks: Ranks, memory: GatherMemory, store: Store
+        self,
+        records: Sequence[Record],
+        ranks: Ranks,
+        memory: GatherMemory,
+        store: Store,
+        lose: Lose,
     ) -> None:
         self._records = records
         self._ranks = ranks
         self._memory = memory
-        self._store = store
+        self._store, self._lose = store, lose
         self._exchanges: deque[_Exchange] = deque()
         self._bucket: list[tuple[int, torch.Tensor]] = []
         self._bucket_bytes = 0
@@ -71,12 +78,19 @@ class Reductions:
         cut = self._records[index].cut
         length = cut.length(self._ranks.rank)
         numel = length * self._ranks.world_size
-        received = self._memory.take(numel, flat.dtype, partial(self._ranks.meet, REDUCE, index))
-        if received is None:
-            name = self._records[index].name
-            raise self._memory.error(numel * flat.dtype.itemsize, f"the gradient of {name}")
-        transfer = self._ranks.exchange(flat.contiguous(), received, cut.lengths)
-        self._exchanges.append(_Exchange(index, received, transfer))
+        given = flat.contiguous()
+
+        def exchange() -> None:
+            meet = partial(self._ranks.meet, REDUCE, index)
+            received = self._memory.take(numel, given.dtype, meet)
+            if received is None:
+                name = self._records[index].name
+                raise self._memory.error(numel * given.dtype.itemsize, f"the gradient of {name}")
+            transfer = self._ranks.exchange(given, received, cut.lengths)
+            parts = list(received.view(self._ranks.world_size, -1))
+            self._exchanges.append(_Exchange(index, parts, transfer))
+
+        self._ranks.undivided(exchange)
 
     def has(self, index: int) -> bool:
         """Whether a gradient of this parameter is on its way."""
@@ -106,10 +120,16 @@ class Reductions:
         self._bucket_bytes = sum(_padded(gradient) for _, gradient in self._bucket)
 
     def _finish_oldest(self) -> None:
-        exchange = self._exchanges.popleft()
-        exchange.transfer.wait()
-        parts = exchange.received.view(self._ranks.world_size, -1)
-        self._store(exchange.index, mean_of(list(parts)))
+        exchange = self._exchanges[0]
+        exchange.transfer.wait()  # again, after an interrupt
+        try:
+            self._store(exchange.index, mean_of(exchange.parts))
+            self._exchanges.popleft()
+        except BaseException as failure:  # it is kept or not, and may have been overwritten
+            self._lose(exchange.index, failure)
+            if exchange in self._exchanges:
+                self._exchanges.remove(exchange)
+            raise
 
     def _collect(self, index: int, gradient: torch.Tensor) -> None:
         self._bucket.append((index, gradient))
@@ -121,6 +141,10 @@ class Reductions:
         """Give every rank the small gradients of all; meets the others even with none, so that one
         that has some does not wait for them.
         """
+        self._ranks.undivided(self._exchange_bucket)
+        self.finish_exchanges()
+
+    def _exchange_bucket(self) -> None:
         bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
         digest = hash(tuple(index for index, _ in bucket))
         rows = self._ranks.meet(REDUCE, SMALL, digest)
@@ -138,12 +162,13 @@ class Reductions:
             own.numel() * self._ranks.world_size, dtype=torch.uint8, device=own.device
         )
         offsets = [own.numel() * rank for rank in range(self._ranks.world_size + 1)]
-        self._ranks.gather(own, every, offsets).wait()
+        transfer = self._ranks.gather(own, every, offsets)
+        transfer.wait()
         rows_of = every.view(self._ranks.world_size, -1)
         for (index, gradient), at in zip(bucket, _starts(sizes), strict=True):
             nbytes = gradient.numel() * gradient.dtype.itemsize
             parts = [row[at : at + nbytes].view(gradient.dtype) for row in rows_of]
-            self._store(index, mean_of(parts))
+            self._exchanges.append(_Exchange(index, parts, transfer))
 
     def _tell_difference(self, indices: list[int]) -> None:
         every = self._ranks.coordinator.exchange(indices)

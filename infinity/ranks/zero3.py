@@ -13,20 +13,22 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from aio.process.threads import Latch
 from checkpoint.errors import RankFailedError
 from checkpoint.format.checksum import crc32c
-from checkpoint.ranks.coordinator import Coordinator
+from checkpoint.ranks.coordinator import Coordinator, Operation, tell
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
 from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ranks
-from infinity.ranks.collectives import NORM, STEP, VALUES, Ranks, as_bytes
+from infinity.ranks.collectives import CHANGE, NORM, STEP, VALUES, Ranks, as_bytes
 from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory, Weights
 from infinity.ranks.reductions import Reductions
 from swap.interruptions.apart import run_apart
@@ -34,6 +36,7 @@ from swap.plain import plain
 from swap.plan.layout import PIECE
 from swap.tiered import TieredState
 
+T = TypeVar("T")
 _SUMMED = 1 << 18
 """Elements that are summed at a time."""
 
@@ -69,7 +72,8 @@ class Zero3:
         self._state = state
         state.gradients.keep_blocks = True
         self._memory = memory
-        self._reductions = Reductions(records, ranks, memory, state.add_gradient)
+        store, lose = state.add_gradient, state.gradients.lose
+        self._reductions = Reductions(records, ranks, memory, store, lose)
         self.outside_bytes = capacity_bytes // 2
         self._sums: dict[str, int] = {}
         self._changes: dict[str, int] = {}
@@ -143,7 +147,7 @@ class Zero3:
 
     def _check_change(self, record: Record) -> None:
         digest = _sum_of(record.parameter.data.reshape(-1))
-        rows = self.ranks.meet(VALUES, record.index, digest)
+        rows = self.ranks.meet(CHANGE, record.index, digest)
         for rank, row in enumerate(rows):
             if row[3] != rows[0][3]:
                 raise RankDifferenceError(
@@ -162,15 +166,43 @@ class Zero3:
             out.view(-1).copy_(whole)
 
     def _whole(self, record: Record, part: torch.Tensor) -> torch.Tensor:
-        whole = torch.empty(record.numel, dtype=part.dtype, device=part.device)
-        self.ranks.meet(VALUES, record.index)
-        self.ranks.gather(part, whole, record.cut.offsets).wait()
-        return whole
+        def gather() -> torch.Tensor:
+            whole = torch.empty(record.numel, dtype=part.dtype, device=part.device)
+            self.ranks.meet(VALUES, record.index)
+            self.ranks.gather(part, whole, record.cut.offsets).wait()
+            return whole
+
+        return self.ranks.undivided(gather)
 
     # Steps.
 
     def meet(self, kind: int, step: int) -> None:
         self.ranks.meet(kind, step)
+
+    def meet_for(
+        self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool
+    ) -> T:
+        saving = self.ranks.saving
+        exchanges, failures, met = saving.num_exchanges, saving.num_failures, Latch()
+
+        def meet() -> None:
+            self.meet(kind, max(steps))
+            met.set()
+
+        try:
+            self.ranks.undivided(meet)
+            return action()
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            is_told = saving.num_failures > failures or (tells and saving.num_exchanges > exchanges)
+            if met.is_set() and not is_told:
+                if tells:
+                    with suppress(type(interrupt)):
+                        tell(saving, Operation.OWN, interrupt)
+                    tell(saving, Operation.SAVE, interrupt)  # and this raises it
+                self.ranks.leave(interrupt)
+            raise
 
     def note_change(self, record: Record, values: torch.Tensor) -> None:
         before = self._changes.get(record.name, 0)
@@ -243,10 +275,15 @@ class Zero3:
             [_num_blocks(self._records[index].cut.length(rank)) for index in cut]
             for rank in range(self.world_size)
         ]
-        self.ranks.meet(NORM, self._step)
+        lengths = [sum(each) for each in counts]
+
+        def gather() -> list[torch.Tensor]:
+            self.ranks.meet(NORM, self._step)
+            return self.ranks.coordinator.gather(torch.cat(own), lengths) if cut else []
+
+        every = self.ranks.undivided(gather)
         sums: dict[int, float] = {}
         if cut:
-            every = self.ranks.coordinator.gather(torch.cat(own), [sum(each) for each in counts])
             pieces = [part.split(each) for part, each in zip(every, counts, strict=True)]
             for position, index in enumerate(cut):
                 sums[index] = _added_up([part[position] for part in pieces])

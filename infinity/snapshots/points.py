@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from checkpoint import PendingSave
 from checkpoint.saving.api import SaveRequest, save_on, start_save
 from checkpoint.sheltered import Cancellation, sheltered
 from infinity.snapshots.adoption import adopt, alike, fill_host
@@ -175,22 +176,31 @@ class Snapshots:
         what comes, and until it is done this one is neither replaced nor dropped. Raises as
         ``restore`` and ``checkpoint.save``.
         """
-        with self._turn, self._by_itself():
-            self._wait_pending(name)
-            self._let_end()
-            entry = self._known.found(training.state, name)
-            point = SavedPoint(entry, self._known.paths(entry))
-            to = (point, path, stripe_dirs, training.checkpoint_bytes)
+
+        def work(cancellation: Cancellation) -> PendingSave:
+            """Begin one behind training: by then it is known, and kept from losing its files."""
+            point = self._opened(training, name)
             try:
-                if not block:
-                    self._saves.append(PointSave(name, point, save_behind(*to)))
-                    training.saves.add(self._saves[-1].pending, is_of_now=False)
-                    return self._saves[-1].pending
+                cancellation.check()
+                pending = save_behind(point, path, stripe_dirs, training.checkpoint_bytes)
             except BaseException:
                 point.close()
                 raise
-            with point:  # with other threads kept from dropping it
-                return save_now(*to)
+            self._saves.append(PointSave(name, point, pending))
+            training.saves.add(pending, is_of_now=False)
+            return pending
+
+        with self._turn, self._by_itself():
+            self._wait_pending(name)
+            self._let_end()
+            if not block:
+                return sheltered(work, "infinity-snapshot")
+            with self._opened(training, name) as point:  # with other threads kept from dropping it
+                return save_now(point, path, stripe_dirs, training.checkpoint_bytes)
+
+    def _opened(self, training: TrainingState, name: str) -> SavedPoint:
+        entry = self._known.found(training.state, name)
+        return SavedPoint(entry, self._known.paths(entry))
 
     def _by_itself(self) -> threading.Lock:
         """What the call is within, which no other one of its thread is within: handlers of signals

@@ -4,6 +4,7 @@ have one tile at a time in memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,13 @@ Owner = tuple[str, nn.Module, str]
 
 CHILD = "tiles"
 """What a module calls the ``TileList`` of its parameters."""
+
+_OF_TILE = re.compile(r"(^|\.)tiles\.\d+\.(\w+)$")
+
+
+def whole_name(name: str) -> str:
+    """The name of the weight or bias that a tile is of; other names as they are."""
+    return _OF_TILE.sub(r"\1\2", name)
 
 
 class Tile(nn.Module):

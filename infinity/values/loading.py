@@ -19,6 +19,7 @@ import torch
 import checkpoint
 from checkpoint.directory.relocation import StripeDirs, relocation
 from checkpoint.ranks.coordinator import apart
+from infinity.optim.rule import OF_MEMBERS
 from infinity.parameters.records import Record
 from infinity.values import saved_state
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
@@ -32,7 +33,6 @@ from infinity.values.module_state import (
     tell_buffers,
 )
 from infinity.values.optimizer_match import (
-    OF_MEMBERS,
     check_options,
     match_groups,
     takes_state,

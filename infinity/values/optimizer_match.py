@@ -7,21 +7,18 @@ name: another optimizer would read it as something else.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from infinity.optim.adamw import MOMENTS, NAME, AdamW
 from infinity.optim.rule import UNNAMED, OptimizerRule
+from infinity.tiling.tile import whole_name
 from infinity.values.checkpoint_tensors import CheckpointTensor
 from infinity.values.component_bytes import MASTER_COMPONENTS
 from infinity.values.saved_state import check_steps, state_of
 from swap.tiered import TieredState
 
 PathLike = str | os.PathLike[str]
-OF_MEMBERS = ("params", "param_names")
-"""What a group has of each member by its position, and so is never that of another group."""
-_TILE = re.compile(r"(^|\.)tiles\.\d+\.(\w+)$")
 
 
 def told_class(saved: Mapping[str, Any]) -> str | None:
@@ -122,8 +119,3 @@ def _other_groups(path: PathLike, first: str, second: str, theirs: str, ours: st
         f"{path} has {first} and {second} in {theirs} of the optimizer, and the optimizer has them "
         f"in {ours}; group the parameters as they were when it was saved"
     )
-
-
-def whole_name(name: str) -> str:
-    """The name of the weight or bias that a tile is of; other names as they are."""
-    return _TILE.sub(r"\1\2", name)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,28 @@ class Looking:
     def read(self, start: int, out: memoryview) -> None:
         self.found = {entry.name for entry in self._root.iterdir()}
         out[:] = bytes(len(out))
+
+
+class Killing:
+    """Ends the process whose save comes to it."""
+
+    dtype = torch.uint8
+    shape = (3,)
+
+    def read(self, _start: int, _out: memoryview) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in(save: Callable[[dict[str, Any]], object]) -> None:
+    """A child is killed in this save, when its data have begun."""
+    child = os.fork()
+    if not child:
+        try:
+            save({"x": Killing()})
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
 def save(manager: checkpoint.Manager, step: int, background: bool) -> set[str]:
@@ -151,15 +172,7 @@ def test_what_a_killed_save_over_a_step_that_stays_left_is_gone_before_the_next_
     stripe.mkdir()
     root, stripes = tmp_path / "run", [stripe] if striped else None
     checkpoint.Manager(root, stripes, keep=1).save(3, state(3))
-    killed = (
-        "import os, sys, torch, checkpoint\n"
-        "class Kills:\n"
-        "    dtype, shape = torch.uint8, (3,)\n"
-        "    def read(self, start, out): os.kill(os.getpid(), 9)\n"
-        "checkpoint.Manager(sys.argv[1], sys.argv[2:]).save(3, {'x': Kills()})\n"
-    )
-    run = subprocess.run([sys.executable, "-c", killed, root, *(stripes or ())], check=False)
-    assert run.returncode == -signal.SIGKILL
+    killed_in(lambda tree: checkpoint.Manager(root, stripes).save(3, tree))
     assert len(list(root.glob("step-3/*/"))) == 2
     manager = checkpoint.Manager(root, stripes, keep=1)
     looking = Looking(root / "step-3")
@@ -175,15 +188,7 @@ def test_what_a_killed_save_over_a_step_that_stays_left_is_gone_before_the_next_
 
 def killed_over(path: Path) -> None:
     """A save over a step is killed when its data have begun."""
-    killed = (
-        "import os, sys, torch, checkpoint\n"
-        "class Kills:\n"
-        "    dtype, shape = torch.uint8, (3,)\n"
-        "    def read(self, start, out): os.kill(os.getpid(), 9)\n"
-        "checkpoint.save({'x': Kills()}, sys.argv[1])\n"
-    )
-    run = subprocess.run([sys.executable, "-c", killed, path], check=False)
-    assert run.returncode == -signal.SIGKILL
+    killed_in(lambda tree: checkpoint.save(tree, path))
     assert len(list(path.glob("*/"))) == 2
 
 

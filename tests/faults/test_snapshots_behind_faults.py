@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,11 @@ from aio import AioError
 from checkpoint.saving.data_files import RankFiles
 from checkpoint.saving.generation import Generation
 from checkpoint.saving.pending import PendingSave
+from infinity import background
 from infinity.model import training_of
-from infinity.snapshots import points
-from tests.support.interrupts import interrupt, sampled
+from infinity.snapshots import points, saving
+from infinity.snapshots.reading import SavedPoint
+from tests.support.interrupts import interrupt, interrupt_at_call, sampled
 from tests.support.snapshot_runs import (
     ADAMW,
     assert_restored,
@@ -240,6 +243,38 @@ def test_interrupted_calls_leave_whole_snapshots_behind_training(least: int, nvm
         offloaded.flush()
         used = state.placement.state_nvme_bytes + state.placement.gradient_nvme_bytes
         assert state.extents.used_bytes == used
+
+
+def test_save_of_a_snapshot_that_goes_on_behind_an_interrupt_is_waited_for(
+    least: int, nvme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would read what steps write where the snapshot was, or find its files closed."""
+    fill = SavedPoint.fill
+
+    def fill_later(self: SavedPoint, *arguments: Any) -> None:
+        time.sleep(0.001)
+        fill(self, *arguments)
+
+    monkeypatch.setattr(SavedPoint, "fill", fill_later)
+    own = tuple(str(module.__file__) for module in (points, saving, background))
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 1)
+        expected = everything(offloaded)
+
+        def call(path: Path) -> None:
+            offloaded.save(path, block=False, snapshot="a")
+
+        offloaded.snapshot("a")
+        seen = interrupt_at_call(partial(call, tmp_path / "whole"), None, own).seen
+        for number in range(seen):
+            interrupt_at_call(partial(call, tmp_path / f"{number}"), number, own)
+            offloaded.drop_snapshot("a")
+            assert "checkpoint-save" not in [thread.name for thread in threading.enumerate()]
+            offloaded.snapshot("a")
+        offloaded.drop_snapshot("a")
+        for path in (p for p in tmp_path.iterdir() if (p / "manifest.json").exists()):
+            offloaded.load(path)
+            assert_same(expected, everything(offloaded))
 
 
 def test_forked_child_does_not_wait_for_the_snapshot_of_its_parent(

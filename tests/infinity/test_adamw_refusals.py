@@ -118,6 +118,16 @@ def test_model_moved_or_converted_under_the_optimizer_is_refused(tmp_path: Path)
             optimizer.step()
 
 
+def test_model_laid_out_anew_under_the_optimizer_is_told_what_differs(tmp_path: Path) -> None:
+    model = nn.Conv2d(4, 8, 3)
+    with OffloadedAdamW(model.parameters(), nvme=tmp_path, host_memory=AMPLE) as optimizer:
+        # What model.to(memory_format=torch.channels_last) does.
+        model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
+        model(torch.ones(1, 4, 8, 8)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"order \(0, 2, 3, 1\), now.*another memory_format"):
+            optimizer.step()
+
+
 def test_ranks_of_a_job_share_the_free_memory_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "available_bytes", lambda: 64 << 30)
     assert budget_of_rank(None) == 32 << 30

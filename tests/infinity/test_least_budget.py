@@ -370,3 +370,21 @@ def test_what_is_said_to_hold_everything_is_more_than_the_least(mode: str, nvme:
     with pytest.raises(infinity.BudgetError) as caught:
         infinity.offload(Stack(), nvme, host_memory=1, activations=mode).__enter__()
     assert ("would hold everything" in str(caught.value)) == (mode == "keep")
+
+
+@pytest.mark.parametrize(("optimizer", "warned"), [(infinity.AdamW(), True), (None, False)])
+def test_ranks_that_train_apart_are_warned_of(
+    optimizer: Any,
+    warned: bool,
+    nvme: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    with (
+        caplog.at_level(logging.WARNING),
+        infinity.offload(Stack(), nvme, optimizer=optimizer),
+    ):
+        pass
+    assert ("there are 3 ranks, and each trains a model of its own" in caplog.text) == warned

@@ -20,6 +20,7 @@ from tests.support.models import seeded
 from tests.support.optimizer_state import ways_to_change_state
 from tests.support.training import least_budget
 
+MIB = 1 << 20
 Trip = Callable[[dict[str, Any], Path], dict[str, Any]]
 
 
@@ -89,6 +90,60 @@ def test_a_state_dict_loads_after_the_checkpoint_of_its_state(
         _train(offloaded, 2)
         with pytest.raises(ValueError, match=r"after 2 steps.* after 3 steps"):
             offloaded.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("cuts", [(MIB // 4, None), (None, MIB // 4), (MIB // 4, MIB // 2)])
+def test_a_state_dict_loads_where_weights_are_cut_in_another_way(
+    cuts: tuple[int | None, int | None], nvme: Path, tmp_path: Path
+) -> None:
+    saved, (before, after) = tmp_path / "saved", cuts
+    options: Any = {"host_memory": "256MiB"}
+    model = _wide()
+    with infinity.offload(model, nvme, max_parameter_bytes=before, **options) as offloaded:
+        names = len([*model.named_parameters()])
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        _regroup(offloaded, weights, biases)
+        _step(offloaded)
+        offloaded.save(saved)
+        state = _through_torch(offloaded.optimizer.state_dict(), tmp_path)
+    model = _wide()
+    with infinity.offload(model, nvme, max_parameter_bytes=after, **options) as offloaded:
+        assert len([*model.named_parameters()]) != names
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        _regroup(offloaded, weights, biases)
+        with pytest.raises(ValueError, match=r"after 1 steps.* after 0 steps"):
+            offloaded.optimizer.load_state_dict(state)
+        offloaded.load(saved)
+        for group in offloaded.optimizer.param_groups:
+            group["lr"] = 7.0
+        offloaded.optimizer.load_state_dict(state)
+        groups = offloaded.optimizer.param_groups
+        assert [group["lr"] for group in groups] == [0.5, 0.25]
+        assert [len(group["params"]) for group in groups] == [len(weights), len(biases)]
+        _step(offloaded)
+    with (
+        infinity.offload(nn.Linear(512, 256), nvme, **options) as offloaded,
+        pytest.raises(ValueError, match="another model"),
+    ):
+        offloaded.optimizer.load_state_dict(state)
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+
+
+def _regroup(offloaded: infinity.OffloadedModel, *groups: list[nn.Parameter]) -> None:
+    optimizer = offloaded.optimizer
+    optimizer.param_groups.clear()
+    for members, rate in zip(groups, (0.5, 0.25), strict=True):
+        optimizer.add_param_group({**optimizer.defaults, "params": members, "lr": rate})
+
+
+def _step(offloaded: infinity.OffloadedModel) -> None:
+    offloaded.backward(offloaded.model(torch.ones(2, 512)).square().mean())
+    offloaded.step()
 
 
 def test_as_many_steps_of_another_history_are_another_state(nvme: Path, tmp_path: Path) -> None:
@@ -209,4 +264,22 @@ def test_state_is_neither_looked_for_nor_changed_through_the_optimizer(nvme: Pat
             with pytest.raises(RuntimeError, match="is not in memory"):
                 look()
         assert [*optimizer.state.items()] == []
+        _train(offloaded, 1)
+
+
+def test_a_hook_that_raises_behind_a_load_leaves_no_state_that_could_be_changed(
+    nvme: Path,
+) -> None:
+    def fail(_: object) -> None:
+        raise ArithmeticError
+
+    with _offload(seeded(Stack), nvme) as offloaded:
+        _train(offloaded, 0)
+        optimizer = offloaded.optimizer
+        state = optimizer.state_dict()
+        optimizer.register_load_state_dict_post_hook(fail)
+        with pytest.raises(ArithmeticError):
+            optimizer.load_state_dict(state)
+        with pytest.raises(TypeError, match="begins without state"):
+            optimizer.state.clear()
         _train(offloaded, 1)

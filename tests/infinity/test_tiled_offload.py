@@ -293,10 +293,9 @@ def test_checkpoint_of_another_optimizer_under_other_tiles_is_refused(tmp_path: 
 def test_tiles_that_took_other_numbers_of_steps_go_on_as_they_were(
     way: str, optimizer: Any, tmp_path: Path
 ) -> None:
-    nvme, path = tmp_path / "nvme", tmp_path / "saved"
+    nvme, path, model = tmp_path / "nvme", tmp_path / "saved", make_net()
     nvme.mkdir()
     options: Any = {"optimizer": optimizer, "host_memory": AMPLE, "max_parameter_bytes": BOUND}
-    model = make_net()
     with infinity.offload(model, nvme, **options) as offloaded:
         for step in range(2):
             model(tokens(step)).square().mean().backward()

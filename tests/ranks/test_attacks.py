@@ -88,3 +88,38 @@ def test_weights_of_ranks_of_which_one_took_no_part_in_a_step_are_not_mixed(tmp_
         assert told["changed"] == []
         assert "(steps taken in this block: 0)" in told["then"]
         assert "(steps taken in this block: 1)" in told["then"]
+
+
+def test_a_change_of_one_rank_is_not_taken_for_what_another_reads(tmp_path: Path) -> None:
+    """The one was told of other values, and the other waited for it until the timeout."""
+    for told in run_ranks(rank_attacks.other_values, tmp_path, 2):
+        assert told["told"].startswith("RankFailedError: rank "), told
+        assert "reads the values of layers.0.weight" in told["told"]
+        assert "changes the values of layers.0.weight" in told["told"]
+
+
+def test_an_interrupt_behind_a_meeting_lets_no_rank_wait(tmp_path: Path) -> None:
+    """The others waited until the timeout for what it did not send, and it for them."""
+    for told in run_ranks(rank_attacks.interrupted_meetings, tmp_path, 2, timeout_seconds=8):
+        for name, said in told.items():
+            assert said == "" or said.startswith("RankFailedError: rank "), (name, said)
+            assert "every rank has to do the same" in said or not said, (name, said)
+
+
+def test_a_step_that_is_taken_again_behind_an_interrupt_has_all_gradients(tmp_path: Path) -> None:
+    """Those of the last pass that ranks had just exchanged were not in it, without a word."""
+    for told in run_ranks(rank_attacks.interrupted_means, tmp_path, 2):
+        assert told["slices"] == told["bucket"] == [True, True, ""], told
+        assert "was lost on its way" in told["means"][-1], told
+
+
+def test_an_interrupt_in_a_save_or_a_load_lets_no_rank_wait(tmp_path: Path) -> None:
+    """Where a rank was to do it again, all waited for each other until the timeout."""
+    first, second = run_ranks(rank_attacks.interrupted_calls, tmp_path, 2, timeout_seconds=8)
+    assert [told[0] for told in second.values()] == ["interrupted"] * 3
+    why = "RankFailedError: rank 1 failed: KeyboardInterrupt"
+    assert [told[0][: len(why)] for told in first.values()] == [why] * 3
+    assert first["save"][1:] == second["save"][1:] == ["", ""]
+    for name in ("load", "loaded"):
+        assert "KeyboardInterrupt" in first[name][1]
+        assert "does not answer" not in str(first[name] + second[name])

@@ -12,7 +12,7 @@ from infinity.ranks.collectives import Ranks
 from infinity.ranks.gathered_weights import GatherMemory
 from infinity.ranks.reductions import Reductions, mean_of
 from swap.tiers import BudgetError
-from tests.support.played_ranks import TwoRanks, large_of, partitioned_records
+from tests.support.played_ranks import TwoRanks, large_of, lose, partitioned_records
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ class _Stored(dict[int, torch.Tensor]):
 def _reductions(ranks: TwoRanks, records: list[Record]) -> tuple[Reductions, _Stored]:
     stored = _Stored()
     memory = GatherMemory(8 * MIB, torch.device("cpu"))
-    return Reductions(records, cast(Ranks, ranks), memory, stored.store), stored
+    return Reductions(records, cast(Ranks, ranks), memory, stored.store, lose), stored
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -88,7 +88,7 @@ def test_a_gradient_without_room_names_its_parameter(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("infinity.ranks.gathered_weights._RELEASE_SECONDS", 0.0)
     records = partitioned_records()
     memory = GatherMemory(4096, torch.device("cpu"))
-    reductions = Reductions(records, cast(Ranks, TwoRanks()), memory, _Stored().store)
+    reductions = Reductions(records, cast(Ranks, TwoRanks()), memory, _Stored().store, lose)
     record = large_of(records)[0]
     with pytest.raises(BudgetError, match=f"the gradient of {record.name}"):
         reductions.add(record.index, torch.ones(record.shape))

@@ -17,7 +17,7 @@ from infinity.ranks.gathered_weights import GatherMemory
 from infinity.ranks.zero3 import Zero3
 from swap.tiered import TieredState
 from swap.timeline import Timeline
-from tests.support.played_ranks import TwoRanks, large_of, partitioned_records
+from tests.support.played_ranks import TwoRanks, large_of, lose, partitioned_records
 
 BLOCK = 4096
 
@@ -66,6 +66,8 @@ class _Gradients:
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
         self.present: frozenset[int] = frozenset()
+
+    lose = staticmethod(lose)
 
     def block_squares(self, index: int) -> torch.Tensor:
         numel = self._records[index].spec.numel

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from infinity.parameters.records import Record, records_of
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -40,6 +43,9 @@ class TwoRanks:
         self.meetings.append((kind, number))
         return [[kind, number, 0, digest]] * self.world_size
 
+    def undivided(self, action: Callable[[], T]) -> T:
+        return action()
+
     def exchange(
         self, flat: torch.Tensor, out: torch.Tensor, lengths: Sequence[int]
     ) -> PlayedTransfer:
@@ -58,6 +64,11 @@ class TwoRanks:
     def _transfer(self, target: torch.Tensor, values: torch.Tensor) -> PlayedTransfer:
         self.transfers.append(PlayedTransfer(target.view(-1), values))  # as the bytes of it
         return self.transfers[-1]
+
+
+def lose(index: int, failure: BaseException) -> None:
+    """Nothing is to be lost."""
+    raise AssertionError(f"the gradient of {index} was lost") from failure
 
 
 def partitioned_records(count: int = 4) -> list[Record]:

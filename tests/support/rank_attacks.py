@@ -6,8 +6,8 @@ import errno
 import os
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ import infinity
 from aio import AioError
 from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.modifying import Loans
+from infinity.ranks import reductions
+from infinity.ranks.collectives import GATHER, LOAD, NORM, REDUCE, SAVE, VALUES, Ranks, Transfer
 from infinity.ranks.zero3 import Zero3
+from infinity.training import Training
 from swap.storage.extents import ExtentStore
 from swap.tiered import TieredState
 from swap.update.stages import Stages
@@ -238,6 +241,118 @@ def half_taken_step(rank: int, folder: Path) -> dict[str, Any]:
     return told
 
 
+def other_values(rank: int, folder: Path) -> dict[str, str]:
+    """Rank 1 reads a weight, twice, that rank 0 changes."""
+    model = stack(768)
+
+    def differ() -> None:
+        with infinity.offload(
+            model, folder, host_memory="256MiB", process_group=world()
+        ) as offloaded:
+            for is_changed in (rank == 0, False):
+                with offloaded.gathered(first_weight(model), modify=is_changed):
+                    pass
+
+    return {"told": complaint(differ)}
+
+
+def interrupted_meetings(rank: int, folder: Path) -> dict[str, str]:
+    """Ctrl-C comes to rank 1 behind a meeting, and both go on. What each is told, by what ranks
+    have met for.
+    """
+
+    def train(kind: int) -> None:
+        model = stack(768)
+        comes = _interrupt_behind(Ranks, "meet", lambda given: given[1] == kind)
+        with infinity.offload(
+            model, folder, host_memory="256MiB", process_group=world()
+        ) as offloaded:
+            with suppress(KeyboardInterrupt), comes if rank == 1 else nullcontext():
+                vector_loss(model, 0, width=768).backward()
+                offloaded.step()
+                with offloaded.gathered():
+                    pass
+            with offloaded.gathered():
+                pass
+
+    kinds = {"gather": GATHER, "reduce": REDUCE, "norm": NORM, "values": VALUES}
+    return {name: complaint(partial(train, kind)) for name, kind in kinds.items()}
+
+
+def interrupted_means(rank: int, folder: Path) -> dict[str, list[Any]]:
+    """Ctrl-C comes to both ranks as a step waits for the gradients of the last of two passes, and
+    the step is taken again. By the place: whether it came, and whether all is as without it, or
+    what is said.
+    """
+
+    def train(comes: AbstractContextManager[None]) -> tuple[nn.Module, bool]:
+        model, is_heard = stack(768), False
+        with infinity.offload(
+            model, folder, host_memory="256MiB", process_group=world()
+        ) as offloaded:
+            for number in range(2):
+                vector_loss(model, number, width=768).backward()
+            try:
+                with comes:
+                    offloaded.step()
+            except KeyboardInterrupt:
+                is_heard = True
+                offloaded.step()
+        return model, is_heard
+
+    expected = dict(train(nullcontext())[0].named_parameters())
+    told: dict[str, list[Any]] = {}
+    for name, place in {
+        "slices": (Transfer, "wait"),
+        "means": (reductions, "mean_of"),
+        "bucket": (Ranks, "gather"),
+    }.items():
+        given: list[bool] = []
+
+        def look(place: tuple[Any, str] = place, given: list[bool] = given) -> None:
+            model, is_heard = train(_interrupt_behind(*place))
+            given.append(is_heard)
+            given.append(all(torch.equal(p, expected[k]) for k, p in model.named_parameters()))
+
+        said = complaint(look)
+        told[name] = [*given, said]
+    return told
+
+
+def interrupted_calls(rank: int, folder: Path) -> dict[str, list[Any]]:
+    """Ctrl-C comes to rank 1 behind what ranks meet for as they save or load, and as all is loaded;
+    both do the same again. What each is told of the first, of the second and of the block.
+    """
+
+    def again(place: tuple[Any, ...], told: list[str], *, saves: bool) -> None:
+        model = stack(768)
+        with infinity.offload(
+            model, folder, host_memory="256MiB", process_group=world()
+        ) as offloaded:
+            vector_loss(model, 0, width=768).backward()
+            offloaded.step()
+            offloaded.save(folder / "checkpoint")
+            call = partial((offloaded.save if saves else offloaded.load), folder / "checkpoint")
+            try:
+                with _interrupt_behind(*place) if rank == 1 else nullcontext():
+                    told.append(complaint(call))
+            except KeyboardInterrupt:
+                told.append("interrupted")
+            told.append(complaint(call))
+
+    places = {
+        "save": ((Zero3, "meet", lambda given: given[1] == SAVE), True),
+        "load": ((Zero3, "meet", lambda given: given[1] == LOAD), False),
+        "loaded": ((Training, "loaded"), False),
+    }
+    outcomes: dict[str, list[Any]] = {}
+    for name, (place, saves) in places.items():
+        told: list[str] = []
+        told.append(complaint(partial(again, place, told, saves=saves)))
+        outcomes[name] = told
+    return outcomes
+
+
 def _ended(
     folder: Path, at_end: AbstractContextManager[None], model: nn.Module | None = None
 ) -> nn.Module:
@@ -256,13 +371,15 @@ def _ended(
 
 
 @contextmanager
-def _interrupt_behind(owner: type, name: str) -> Iterator[None]:
-    """Ctrl-C behind the first call of that method of ``owner``."""
+def _interrupt_behind(
+    owner: Any, name: str, where: Callable[[tuple[Any, ...]], bool] = lambda given: True
+) -> Iterator[None]:
+    """Ctrl-C behind the first call of that method of ``owner`` with such arguments."""
     function, comes = getattr(owner, name), [True]
 
     def interrupted(*arguments: Any) -> Any:
         result = function(*arguments)
-        if comes:
+        if comes and where(arguments):
             comes.clear()
             os.kill(os.getpid(), signal.SIGINT)
         return result

@@ -22,8 +22,8 @@ from checkpoint.directory.files.replacing import Replacement
 from checkpoint.directory.relocation import StripeDirs
 from infinity.commands.foreign.state import MOMENTS
 from infinity.optim.adamw import NAME, is_torch_adamw
+from infinity.tiling.tile import whole_name
 from infinity.values.load_targets import literal
-from infinity.values.optimizer_match import whole_name
 from infinity.values.saved_state import with_steps_of_tiles
 
 OPTIONS = {

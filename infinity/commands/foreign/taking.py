@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from infinity.optim.rule import OF_MEMBERS
 from infinity.optim.torch_optimizer.state import IN_COMPONENTS
 from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
 from infinity.values.component_bytes import ComponentBytes, components_of_tensor
 from infinity.values.loading import absent_state, check_fits, restore_scalars
-from infinity.values.optimizer_match import OF_MEMBERS
 from infinity.values.persistence import FORMAT, TrainingState
 from swap.interruptions.mixture import Scope
 from swap.storage.components import as_bytes
