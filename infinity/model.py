@@ -132,11 +132,8 @@ class OffloadedModel:
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if isinstance(parameter, TiledWeight):
             parts = [self._gradient(tile) for tile in parameter.tiles]
-            return (
-                None
-                if any(part is None for part in parts)
-                else torch.cat([p for p in parts if p is not None])
-            )
+            known = [part for part in parts if part is not None]
+            return torch.cat(known) if len(known) == len(parts) else None
         return self._training.gradients.read(self._training.index_of(parameter))
 
     def flush(self) -> None:
