@@ -232,6 +232,8 @@ class OffloadedModel:
         Raises as ``checkpoint.load``, and ``ValueError`` naming what does not match this model; in
         that case nothing was changed. What stops it later (a corrupt file, an I/O error, Ctrl-C)
         leaves values mixed: all but loading or restoring is a ``MixedStateError`` until that works.
+        Over ranks Ctrl-C may also end what they do together (``RankFailedError``); load in a new
+        block then.
         """
         check_place(path)
         self._begin("load()")
