@@ -127,8 +127,12 @@ def set_behind_a_pass(rank: int, folder: Path) -> dict[str, list[str]]:
     ways: dict[str, Callable[[nn.Module, infinity.OffloadedModel], object]] = {
         "optimizer": lambda _, offloaded: offloaded.optimizer.zero_grad(set_to_none=False),
         "model": lambda model, _: model.zero_grad(set_to_none=False),
-        "zero_": lambda model, _: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
-        "fill_": lambda model, _: [p.grad.fill_(1) for p in model.parameters() if p.grad is not None],
+        "zero_": lambda model, _: [
+            p.grad.zero_() for p in model.parameters() if p.grad is not None
+        ],
+        "fill_": lambda model, _: [
+            p.grad.fill_(1) for p in model.parameters() if p.grad is not None
+        ],
     }
     changed = {}
     for name, clear in ways.items():
