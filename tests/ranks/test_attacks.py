@@ -140,7 +140,8 @@ def interrupted_behind_another_save(rank: int, folder: Path) -> list[str]:
     """Ctrl-C comes to rank 1 as it waits for the others to save, while they finish a save in the
     background. What a rank is told of the save, of the same again and of the one before.
     """
-    model, told, goes_on = stack(768), [], Event()
+    told: list[str] = []
+    model, goes_on = stack(768), Event()
     write, meet = running._write, Zero3.meet
 
     def held(*given: Any) -> dict[str, int]:
