@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -84,7 +85,11 @@ class GroupCoordinator:
         self._group: Any = _Gloo(self._store, self.rank, self.world_size, timeout)
         self._name = name or _plain_name
         self._failure: RankFailedError | None = None
-        self.num_exchanges = self.num_failures = 0  # failures of which ranks told each other
+        self._count = 0
+        self.exchanges: Counter[int] = Counter()
+        """How many there were for each operation; saves may go on behind others."""
+        self.failures: Counter[int] = Counter()
+        """Of which ranks told each other, likewise."""
         self._operation = Operation.COMPARE
         self._turn = threading.Lock()
 
@@ -177,8 +182,9 @@ class GroupCoordinator:
             raw = json.dumps(_encoded(value)).encode("ascii")
         except (TypeError, ValueError, RecursionError) as error:
             return self.exchange(error)
-        self.num_exchanges += 1
-        sizes = [point[2] for point in self.meet(self._operation, self.num_exchanges, len(raw))]
+        self._count += 1
+        self.exchanges[self._operation] += 1
+        sizes = [point[2] for point in self.meet(self._operation, self._count, len(raw))]
         own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in sizes]
@@ -188,7 +194,7 @@ class GroupCoordinator:
             for tensor, size in zip(every, sizes, strict=True)
         ]
         failed = [(*answer["at"], rank) for rank, answer in enumerate(answers) if "error" in answer]
-        self.num_failures += isinstance(value, BaseException) or bool(failed)
+        self.failures[self._operation] += isinstance(value, BaseException) or bool(failed)
         if isinstance(value, BaseException):
             raise value
         if failed:

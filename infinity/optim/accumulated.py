@@ -147,7 +147,9 @@ class Accumulated:
         if is_any := bool(values.any()):
             self._check_unscaled(self._records[index].name)
         self._consumed.discard(index)
-        self.keep(index, values)
+        with self._or_lost(index):
+            self._rank_context.drop_gradients(index)  # what is on its way would be added to them
+            self.keep(index, values)
         if not is_any:
             self._zeroed.add(index)
 

@@ -182,8 +182,14 @@ class Zero3:
     def meet_for(
         self, kind: int, steps: Sequence[int], action: Callable[[], T], *, tells: bool
     ) -> T:
-        saving = self.ranks.saving
-        exchanges, failures, met = saving.num_exchanges, saving.num_failures, Latch()
+        saving, met = self.ranks.saving, Latch()
+
+        def num_told() -> int:
+            # Not of a save that goes on in the background, which is no comparison of own states.
+            others = saving.failures.total() - saving.failures[Operation.SAVE]
+            return saving.exchanges[Operation.OWN] if tells else others
+
+        before = num_told()
 
         def meet() -> None:
             self.meet(kind, max(steps))
@@ -195,8 +201,7 @@ class Zero3:
         except Exception:
             raise
         except BaseException as interrupt:
-            is_told = saving.num_failures > failures or (tells and saving.num_exchanges > exchanges)
-            if met.is_set() and not is_told:
+            if met.is_set() and num_told() == before:
                 if tells:
                     with suppress(type(interrupt)):
                         tell(saving, Operation.OWN, interrupt)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+import infinity
+from checkpoint.saving import running
+from infinity.ranks.zero3 import Zero3
 from tests.support import rank_attacks
+from tests.support.models import vector_loss
+from tests.support.rank_jobs import complaint, stack, world
 from tests.support.ranks import run_ranks
 
 
@@ -123,3 +134,46 @@ def test_an_interrupt_in_a_save_or_a_load_lets_no_rank_wait(tmp_path: Path) -> N
     for name in ("load", "loaded"):
         assert "KeyboardInterrupt" in first[name][1]
         assert "does not answer" not in str(first[name] + second[name])
+
+
+def interrupted_behind_another_save(rank: int, folder: Path) -> list[str]:
+    """Ctrl-C comes to rank 1 as it waits for the others to save, while they finish a save in the
+    background. What a rank is told of the save, of the same again and of the one before.
+    """
+    told: list[str] = []
+    model, goes_on = stack(768), Event()
+    write, meet = running._write, Zero3.meet
+
+    def held(*given: Any) -> dict[str, int]:
+        goes_on.wait()
+        return write(*given)
+
+    def met(ranks: Zero3, kind: int, step: int) -> None:
+        meet(ranks, kind, step)
+        goes_on.set()
+        pending.result()
+        if rank == 1 and not told:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with infinity.offload(model, folder, host_memory="256MiB", process_group=world()) as offloaded:
+        vector_loss(model, 0, width=768).backward()
+        offloaded.step()
+        with patch.object(running, "_write", held), ExitStack() as later:
+            pending = offloaded.save(folder / "first", block=False)
+            later.enter_context(patch.object(Zero3, "meet", met))
+            for _ in range(2):
+                try:
+                    told.append(complaint(lambda: offloaded.save(folder / "second")))
+                except KeyboardInterrupt:
+                    told.append("interrupted")
+    return told
+
+
+def test_an_interrupt_in_a_save_lets_no_rank_wait_where_another_ends_meanwhile(
+    tmp_path: Path,
+) -> None:
+    """What ranks told each other of that was taken for what they told of the interrupt."""
+    first, second = run_ranks(interrupted_behind_another_save, tmp_path, 2, timeout_seconds=8)
+    assert first[0].startswith("RankFailedError: rank 1 failed: KeyboardInterrupt")
+    assert second[0] == "interrupted"
+    assert first[1] == second[1] == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,42 @@ def test_a_step_with_gradients_that_each_rank_changed_in_its_own_way_is_refused(
 ) -> None:
     told = run_ranks(changed_by_rank, tmp_path, 2, change=change)
     assert all(text.startswith(named) and "on rank 1" in text for text in told)
+
+
+def set_behind_a_pass(rank: int, folder: Path) -> dict[str, list[str]]:
+    """By the way in which a program has set the gradients, to zero or to one: weights that the step
+    after that changes otherwise.
+    """
+    ways: dict[str, Callable[[nn.Module, infinity.OffloadedModel], object]] = {
+        "optimizer": lambda _, offloaded: offloaded.optimizer.zero_grad(set_to_none=False),
+        "model": lambda model, _: model.zero_grad(set_to_none=False),
+        "zero_": lambda model, _: [
+            p.grad.zero_() for p in model.parameters() if p.grad is not None
+        ],
+        "fill_": lambda model, _: [
+            p.grad.fill_(1) for p in model.parameters() if p.grad is not None
+        ],
+    }
+    changed = {}
+    for name, clear in ways.items():
+        model = seeded(gpt)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        with infinity.offload(
+            model, folder, process_group=world(), optimizer=partial(torch.optim.SGD, lr=0.5)
+        ) as offloaded:
+            loss_of(model, rank).backward()
+            clear(model, offloaded)
+            offloaded.step()
+        less = 0.5 if name == "fill_" else 0.0
+        after = model.state_dict()
+        changed[name] = [key for key in after if not torch.equal(after[key], before[key] - less)]
+    return changed
+
+
+def test_a_gradient_that_is_set_behind_a_pass_has_nothing_of_that(tmp_path: Path) -> None:
+    """What ranks were still to pass on was added to it, without a word."""
+    for changed in run_ranks(set_behind_a_pass, tmp_path, 2):
+        assert changed == {name: [] for name in ("optimizer", "model", "zero_", "fill_")}
 
 
 def cleared_by_a_child(rank: int, folder: Path) -> list[int]:
