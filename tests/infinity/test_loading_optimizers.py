@@ -13,7 +13,7 @@ from torch import nn
 import checkpoint
 import infinity
 from tests.support.models import seeded
-from tests.support.training import same_bits, values_of
+from tests.support.training import same_bits, same_values, values_of
 
 WIDTH = 144
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -277,3 +277,42 @@ def test_checkpoint_that_does_not_name_the_optimizer_is_known_by_its_state(
         else:
             with pytest.raises(ValueError, match=message):
                 offloaded.load(path)
+
+
+class _Tiles(nn.Module):
+    """Has modules of its own where other models have tiles of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiles = nn.ModuleList([nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.tiles
+        return second(torch.tanh(first(x)))
+
+
+@pytest.mark.parametrize("bound", [None, "256KiB"], ids=["whole", "tiles"])
+@pytest.mark.parametrize("kept", ["checkpoint", "snapshot"])
+def test_groups_of_modules_that_a_program_calls_tiles_load(
+    kept: str, bound: str | None, nvme: Path, tmp_path: Path
+) -> None:
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        first, second = ([*part.parameters()] for part in model.tiles)
+        groups = [{"params": first, "lr": 0.5}, {"params": second, "lr": 0.25}]
+        return torch.optim.AdamW(groups)
+
+    options: Any = {"optimizer": grouped, "max_parameter_bytes": bound}
+    model = seeded(_Tiles)
+    with infinity.offload(model, nvme, **options) as offloaded:
+        _train(offloaded, 0, 1)
+        offloaded.snapshot("last")
+        offloaded.save(tmp_path / "saved")
+        _train(offloaded, 2)
+    expected = values_of(model)
+    model = seeded(_Tiles)
+    with infinity.offload(model, nvme, **options) as offloaded:
+        offloaded.load(tmp_path / "saved") if kept == "checkpoint" else offloaded.restore("last")
+        assert [group["lr"] for group in offloaded.optimizer.param_groups] == [0.5, 0.25]
+        _train(offloaded, 2)
+        offloaded.drop_snapshot("last")
+    assert same_values(values_of(model), expected)
