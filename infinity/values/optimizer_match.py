@@ -14,7 +14,7 @@ from infinity.optim.adamw import MOMENTS, NAME, AdamW
 from infinity.optim.rule import UNNAMED, OptimizerRule
 from infinity.values.checkpoint_tensors import CheckpointTensor
 from infinity.values.component_bytes import MASTER_COMPONENTS
-from infinity.values.saved_state import check_steps, leaf_of, state_of
+from infinity.values.saved_state import check_steps, leaf_of, of_parts, state_of
 from swap.tiered import TieredState
 
 PathLike = str | os.PathLike[str]
@@ -57,7 +57,8 @@ def takes_state(
     for leaf in leaves:
         own = state_of(state, leaf, saved, path)
         check_steps(own, saved)
-        rule.check_saved(own)
+        for part in of_parts(leaf, own, saved):
+            rule.check_saved(part)
     return True
 
 

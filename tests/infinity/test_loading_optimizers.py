@@ -248,6 +248,25 @@ def test_groups_of_tiles_are_those_of_the_whole(nvme: Path, tmp_path: Path) -> N
             assert offloaded.optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_state_of_tiles_that_nothing_keeps_here_is_refused_where_the_first_has_none(
+    nvme: Path, tmp_path: Path
+) -> None:
+    def wide() -> nn.Module:
+        return nn.Linear(WIDTH, 1024, bias=False)
+
+    options: Any = {"max_parameter_bytes": "256KiB"}
+    with infinity.offload(wide(), nvme, optimizer=_amsgrad, **options) as offloaded:
+        offloaded.backward(offloaded.model(torch.ones(WIDTH)).sum())
+        next(offloaded.model.parameters()).grad = None
+        offloaded.step()
+        offloaded.save(tmp_path / "saved")
+    with (
+        infinity.offload(wide(), nvme, optimizer=_adamw, **options) as offloaded,
+        pytest.raises(ValueError, match=r"max_exp_avg_sq of weight"),
+    ):
+        offloaded.load(tmp_path / "saved")
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
