@@ -12,10 +12,9 @@ from typing import Any
 
 from infinity.optim.adamw import MOMENTS, NAME, AdamW
 from infinity.optim.rule import UNNAMED, OptimizerRule
-from infinity.tiling.tile import whole_name
 from infinity.values.checkpoint_tensors import CheckpointTensor
 from infinity.values.component_bytes import MASTER_COMPONENTS
-from infinity.values.saved_state import check_steps, state_of
+from infinity.values.saved_state import check_steps, leaf_of, of_parts, state_of
 from swap.tiered import TieredState
 
 PathLike = str | os.PathLike[str]
@@ -58,7 +57,8 @@ def takes_state(
     for leaf in leaves:
         own = state_of(state, leaf, saved, path)
         check_steps(own, saved)
-        rule.check_saved(own)
+        for part in of_parts(leaf, own, saved):
+            rule.check_saved(part)
     return True
 
 
@@ -91,7 +91,7 @@ def match_groups(
     Raises ``ValueError`` naming parameters that were grouped in another way.
     """
     theirs = {
-        whole_name(name): position
+        leaf_of(name, saved): position
         for position, group in enumerate(saved["groups"])
         for name in group["params"]
     }
@@ -100,7 +100,7 @@ def match_groups(
     for members in ours:
         found: dict[int, str] = {}
         for name in members:
-            position = theirs.get(whole_name(name))
+            position = theirs.get(leaf_of(name, saved))
             if position is not None:
                 found.setdefault(position, name)
         if len(found) > 1:

@@ -14,6 +14,7 @@ import torch
 
 from checkpoint.format.checksum import crc32c
 from infinity.optim.rule import OptimizerRule, SavedState
+from infinity.tiling.tile import whole_name
 from infinity.values.checkpoint_tensors import CheckpointTensor
 from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_tensor
 from swap.storage.components import as_bytes
@@ -46,6 +47,13 @@ def state_of(
         here={component.component.name: component.dtype for component in here},
         has_blocks=any(component.component.per > 1 for component in here),
     )
+
+
+def leaf_of(name: str, saved: Mapping[str, Any]) -> str:
+    """What a checkpoint calls that of which ``name`` is a parameter or a tile. A module of the
+    program's may be called ``tiles``, too, with parameters that are no tiles.
+    """
+    return name if name in saved["shapes"] else whole_name(name)
 
 
 def steps_of_tiles(

@@ -188,3 +188,26 @@ def test_model_of_files_keeps_numbers_and_buffers_beside_them(tmp_path: Path) ->
     assert isinstance(model.a, torch.nn.ModuleList)
     assert [name for name, _ in model.named_parameters()] == ["a.0.w", "a.2.w", "a.10.w"]
     assert [name for name, _ in model.named_buffers()] == ["a.seen"]
+
+
+class _Tiles(torch.nn.Module):
+    """Has modules of its own where other models have tiles of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiles = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+
+def test_state_of_modules_that_a_program_calls_tiles_is_exported(
+    nvme: Path, tmp_path: Path
+) -> None:
+    model = seeded(_Tiles)
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        sum(part(torch.ones(8)) for part in model.tiles).sum().backward()
+        offloaded.step()
+        offloaded.save(tmp_path / "ours")
+    run("export", tmp_path / "ours", tmp_path / "weights", "--optimizer", tmp_path / "opt.pt")
+    written = torch.load(tmp_path / "opt.pt", weights_only=True)
+    names = [name for name, _ in model.named_parameters()]
+    assert written["param_groups"][0]["param_names"] == names
+    assert [*written["state"]] == [0, 1, 2, 3]

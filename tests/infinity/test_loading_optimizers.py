@@ -13,7 +13,7 @@ from torch import nn
 import checkpoint
 import infinity
 from tests.support.models import seeded
-from tests.support.training import same_bits, values_of
+from tests.support.training import same_bits, same_values, values_of
 
 WIDTH = 144
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -248,6 +248,25 @@ def test_groups_of_tiles_are_those_of_the_whole(nvme: Path, tmp_path: Path) -> N
             assert offloaded.optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_state_of_tiles_that_nothing_keeps_here_is_refused_where_the_first_has_none(
+    nvme: Path, tmp_path: Path
+) -> None:
+    def wide() -> nn.Module:
+        return nn.Linear(WIDTH, 1024, bias=False)
+
+    options: Any = {"max_parameter_bytes": "256KiB"}
+    with infinity.offload(wide(), nvme, optimizer=_amsgrad, **options) as offloaded:
+        offloaded.backward(offloaded.model(torch.ones(WIDTH)).sum())
+        next(offloaded.model.parameters()).grad = None
+        offloaded.step()
+        offloaded.save(tmp_path / "saved")
+    with (
+        infinity.offload(wide(), nvme, optimizer=_adamw, **options) as offloaded,
+        pytest.raises(ValueError, match=r"max_exp_avg_sq of weight"),
+    ):
+        offloaded.load(tmp_path / "saved")
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
@@ -277,3 +296,42 @@ def test_checkpoint_that_does_not_name_the_optimizer_is_known_by_its_state(
         else:
             with pytest.raises(ValueError, match=message):
                 offloaded.load(path)
+
+
+class _Tiles(nn.Module):
+    """Has modules of its own where other models have tiles of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiles = nn.ModuleList([nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.tiles
+        return second(torch.tanh(first(x)))
+
+
+@pytest.mark.parametrize("bound", [None, "256KiB"], ids=["whole", "tiles"])
+@pytest.mark.parametrize("kept", ["checkpoint", "snapshot"])
+def test_groups_of_modules_that_a_program_calls_tiles_load(
+    kept: str, bound: str | None, nvme: Path, tmp_path: Path
+) -> None:
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        first, second = ([*part.parameters()] for part in model.tiles)
+        groups = [{"params": first, "lr": 0.5}, {"params": second, "lr": 0.25}]
+        return torch.optim.AdamW(groups)
+
+    options: Any = {"optimizer": grouped, "max_parameter_bytes": bound}
+    model = seeded(_Tiles)
+    with infinity.offload(model, nvme, **options) as offloaded:
+        _train(offloaded, 0, 1)
+        offloaded.snapshot("last")
+        offloaded.save(tmp_path / "saved")
+        _train(offloaded, 2)
+    expected = values_of(model)
+    model = seeded(_Tiles)
+    with infinity.offload(model, nvme, **options) as offloaded:
+        offloaded.load(tmp_path / "saved") if kept == "checkpoint" else offloaded.restore("last")
+        assert [group["lr"] for group in offloaded.optimizer.param_groups] == [0.5, 0.25]
+        _train(offloaded, 2)
+        offloaded.drop_snapshot("last")
+    assert same_values(values_of(model), expected)

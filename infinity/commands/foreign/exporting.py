@@ -22,9 +22,8 @@ from checkpoint.directory.files.replacing import Replacement
 from checkpoint.directory.relocation import StripeDirs
 from infinity.commands.foreign.state import MOMENTS
 from infinity.optim.adamw import NAME, is_torch_adamw
-from infinity.tiling.tile import whole_name
 from infinity.values.load_targets import literal
-from infinity.values.saved_state import with_steps_of_tiles
+from infinity.values.saved_state import leaf_of, with_steps_of_tiles
 
 OPTIONS = {
     "amsgrad": False,
@@ -136,8 +135,8 @@ def parameters_for(
     the model's in one group and in their order; None where it is those.
     """
     saved = _training_of(path, stripe_dirs)
-    members = [_members(group) for group in saved["groups"]]
-    count, known = sum(map(len, members)), [*dict.fromkeys(map(whole_name, saved["steps"]))]
+    members = _members(saved)
+    count, known = sum(map(len, members)), [*saved["steps"]]
     if members == [known]:
         return None
     return (
@@ -165,9 +164,12 @@ def _with_moments(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> lis
     return [name for name, components in saved["planes"].items() if {*MOMENTS} <= {*components}]
 
 
-def _members(group: Mapping[str, Any]) -> list[str]:
-    """Its parameters; the tiles of one are that one."""
-    return list(dict.fromkeys(whole_name(name) for name in group["params"]))
+def _members(saved: Mapping[str, Any]) -> list[list[str]]:
+    """The parameters of each group; the tiles of one are that one."""
+    return [
+        list(dict.fromkeys(leaf_of(name, saved) for name in group["params"]))
+        for group in saved["groups"]
+    ]
 
 
 def _parts(saved: Mapping[str, Any], name: str) -> list[str]:
@@ -176,8 +178,7 @@ def _parts(saved: Mapping[str, Any], name: str) -> list[str]:
 
 def _state_dict(saved: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """What ``AdamW.state_dict()`` would be, without the values of its tensors."""
-    groups = saved["groups"]
-    members = [_members(group) for group in groups]
+    groups, members = saved["groups"], _members(saved)
     numbers = {name: i for i, name in enumerate(chain.from_iterable(members))}
     return {
         "state": {
