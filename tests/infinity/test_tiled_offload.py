@@ -294,13 +294,13 @@ def test_tiles_that_took_other_numbers_of_steps_go_on_as_they_were(
     way: str, optimizer: Any, tmp_path: Path
 ) -> None:
     nvme, path, model = tmp_path / "nvme", tmp_path / "saved", make_net()
+    layers: Any = model
     nvme.mkdir()
     options: Any = {"optimizer": optimizer, "host_memory": AMPLE, "max_parameter_bytes": BOUND}
     with infinity.offload(model, nvme, **options) as offloaded:
         for step in range(2):
             model(tokens(step)).square().mean().backward()
-            model.middle.weight.tiles[step].grad = None  # type: ignore[attr-defined]
-            model.up.weight.tiles[0].grad = None  # type: ignore[attr-defined]
+            layers.middle.weight.tiles[step].grad = layers.up.weight.tiles[0].grad = None
             offloaded.step()
         if way == "snapshot":
             offloaded.snapshot("last")
@@ -315,9 +315,8 @@ def test_tiles_that_took_other_numbers_of_steps_go_on_as_they_were(
         train(other, offloaded, range(2, 4))
     assert same_values(values_of(other), values_of(model))
     with infinity.offload(other, nvme, **{**options, "max_parameter_bytes": None}) as offloaded:
-        taken = offloaded.restore if way == "snapshot" else offloaded.load
         with pytest.raises(ValueError, match=r"up\.weight.* different numbers"):
-            taken("last" if way == "snapshot" else path)
+            offloaded.restore("last") if way == "snapshot" else offloaded.load(path)
         train(other, offloaded, range(4, 5))
     with pytest.raises(ValueError, match=r"one for a parameter|not of AdamW"):
         check_exportable(path, tmp_path / "optimizer.pt")
