@@ -139,9 +139,10 @@ def test_what_comes_to_save_or_load_when_the_block_ends_is_refused(
     values_of_one = Restoring._values_of
     is_late, may_begin = threading.Event(), threading.Event()
 
-    def come_late(*_: Any) -> None:
+    def come_late(_rank: Any, _kind: int, _steps: Any, action: Any, *, tells: bool) -> Any:
         is_late.set()
         assert may_begin.wait(10)
+        return action()
 
     def values_beside_call(restoring: Restoring, record: Any) -> torch.Tensor:
         may_begin.set()
@@ -155,7 +156,7 @@ def test_what_comes_to_save_or_load_when_the_block_ends_is_refused(
             offloaded.step()
             with offloaded.gathered():
                 trained = values_of(model)
-            monkeypatch.setattr(SingleRank, "meet", come_late)
+            monkeypatch.setattr(SingleRank, "meet_for", come_late)
             monkeypatch.setattr(Restoring, "_values_of", values_beside_call)
             calling = other.submit(getattr(offloaded, call), tmp_path / "saved")
             is_late.wait()
