@@ -198,7 +198,7 @@ class Zero3:
         try:
             self.ranks.undivided(meet)
             return action()
-        except Exception:
+        except Exception:  # told to the others where it failed, or by the meeting
             raise
         except BaseException as interrupt:
             if met.is_set() and num_told() == before:
