@@ -212,6 +212,7 @@ class Accumulated:
             self._state.gradients.lose(index, refusal)
             raise
         if self._is_to_be_cleared:
+            self._rank_context.drop_gradients()
             self._forget_used()
         if index in self._consumed:
             raise RuntimeError(

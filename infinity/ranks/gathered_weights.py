@@ -276,6 +276,8 @@ class GatheredWeights:
     def _start(self, parameter: int) -> _Entry | None:
         """None where there is no memory for it on some rank."""
         record = self._records[parameter]
+        for entry in self._entries.values():  # one that nobody wants still holds its slice
+            entry.transfer.wait()
         part = self._slices.borrow(parameter)
 
         def start() -> _Entry | None:

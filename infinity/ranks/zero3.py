@@ -78,6 +78,10 @@ class Zero3:
         self._sums: dict[str, int] = {}
         self._changes: dict[str, int] = {}
         """Checksums of what programs made of gradients since the last step."""
+        self._arrivals: dict[int, int] = {}
+        """How often each gradient that is there was added to since it was cleared or set. All ranks
+        add at once, so what has the same number everywhere has the same passes everywhere.
+        """
         self._step = 0
         ranks.names = [record.name for record in records]
 
@@ -227,7 +231,8 @@ class Zero3:
         ]
         # Each rank has its slice of a changed gradient, and a copy of its own of a small one.
         changes = [(name, self._changes[name]) for name in sorted(self._changes)]
-        made = (list(present), list(steps), options, changes, sorted(factors.items()))
+        arrivals = [self._arrivals.get(index, 0) for index in present]
+        made = (list(present), arrivals, list(steps), options, changes, sorted(factors.items()))
         digest = zlib.crc32(repr(made).encode())
         rows = self.ranks.meet(STEP, self._step, digest)
         if all(row[3] == digest for row in rows):
@@ -238,6 +243,10 @@ class Zero3:
         facts |= {
             f"whether {record.name} has a gradient": record.index in present
             for record in self._records
+        }
+        facts |= {
+            f"how many gradients {self._records[index].name} got since its own was cleared": number
+            for index, number in zip(present, arrivals, strict=True)
         }
         for number, group in enumerate(options):
             facts |= {f"{key} of parameter group {number}": value for key, value in group.items()}
@@ -250,6 +259,7 @@ class Zero3:
 
     def end_step(self, updated: Iterable[int]) -> None:
         self._changes.clear()
+        self._arrivals.clear()
         outdated = list(updated)
         self.ranks.num_steps += bool(outdated)
         self._gathered.end_step(outdated)
@@ -259,6 +269,7 @@ class Zero3:
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
         self._state.gradients.check_memory(index, gradient)
         self._reductions.add(index, gradient)
+        self._arrivals[index] = self._arrivals.get(index, 0) + 1
 
     def has_gradient(self, index: int) -> bool:
         return self._reductions.has(index)
@@ -270,6 +281,7 @@ class Zero3:
         self._reductions.drop(index)
         for record in self._records if index is None else [self._records[index]]:
             self._changes.pop(record.name, None)
+            self._arrivals.pop(record.index, None)
 
     def norm(self) -> float:
         gradients = self._state.gradients

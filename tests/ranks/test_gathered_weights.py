@@ -138,6 +138,28 @@ def test_what_the_schedule_has_next_is_on_its_way() -> None:
     assert ranks.transfers[len(order) + 1].has_arrived
 
 
+def test_what_was_expected_in_vain_holds_no_slice_when_the_next_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slices of passes in another order took all room for them: no room, on one rank alone."""
+    records = partitioned_records()
+    weights, ranks, slices = _gathered(records, whole=4, prefetch=True)
+    order = [record.index for record in large_of(records)]
+    for index in order:
+        weights.borrow(index)
+    weights.end_step(order)
+    weights.borrow(order[0])
+    expected, borrow = ranks.transfers[-1], slices.borrow
+    assert not expected.has_arrived
+
+    def read(parameter: int) -> torch.Tensor:
+        assert expected.has_arrived
+        return borrow(parameter)
+
+    monkeypatch.setattr(slices, "borrow", read)
+    weights.borrow(order[3])
+
+
 def test_what_is_on_its_way_is_held_by_nobody() -> None:
     """The transfer refers to it, and writes to it from another thread."""
     records = partitioned_records()

@@ -120,6 +120,41 @@ def test_a_step_with_gradients_that_each_rank_changed_in_its_own_way_is_refused(
     assert all(text.startswith(named) and "on rank 1" in text for text in told)
 
 
+def cleared_by_rank(rank: int, folder: Path, *, way: str) -> str:
+    """What a step says of gradients that ranks have cleared, or set, at different times."""
+    model = seeded(gpt)
+    large = max(model.parameters(), key=torch.Tensor.numel)
+    with infinity.offload(
+        model, folder, host_memory="1GiB", process_group=world(), optimizer=infinity.AdamW()
+    ) as offloaded:
+        for number in range(2):
+            loss_of(model, rank + 2 * number).backward()
+            for parameter in model.parameters():
+                offloaded.gradient(parameter)  # none is on its way any more
+            if way == "fill_" and rank == number:
+                assert large.grad is not None
+                large.grad.fill_(1)
+            elif way == "None" and rank == 1 and number == 0:
+                large.grad = None
+            elif way == "zero_grad" and rank == 1 and number == 0:
+                offloaded.optimizer.zero_grad()
+        with pytest.raises(infinity.RankDifferenceError) as refused:
+            offloaded.step()
+        offloaded.optimizer.zero_grad()
+        loss_of(model, rank).backward()
+        offloaded.step()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["None", "zero_grad", "fill_"])
+def test_a_step_with_gradients_that_ranks_cleared_at_different_times_is_refused(
+    way: str, tmp_path: Path
+) -> None:
+    """Slices of a gradient had passes that others had not, and small weights differed, unsaid."""
+    told = run_ranks(cleared_by_rank, tmp_path, 2, way=way)
+    assert all(text.startswith("how many gradients ") and "on rank 1" in text for text in told)
+
+
 def set_behind_a_pass(rank: int, folder: Path) -> dict[str, list[str]]:
     """By the way in which a program has set the gradients, to zero or to one: weights that the step
     after that changes otherwise.
