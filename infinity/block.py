@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -37,6 +38,7 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         self._kind = type(model).__name__
         self._begin: Callable[[Undo], OffloadedModel] | None = begin
         self._undo = Undo()
+        self._turn = threading.RLock()  # of leaving
         self._process = os.getpid()
         self._training: Training | None = None
         self._is_refused = False
@@ -93,15 +95,16 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Idempotent."""
+        """Idempotent. Waits for another thread that leaves it."""
         if os.getpid() != self._process:  # in a forked child, which has nothing to give back
             self._undo.forget()
             return
-        try:
-            own_modes(self._undo.__exit__)(kind, error, trace)
-        finally:
-            self._training = None
-            _entered.pop(id(self), None)
+        with self._turn:
+            try:
+                own_modes(self._undo.__exit__)(kind, error, trace)
+            finally:
+                self._training = None
+                _entered.pop(id(self), None)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

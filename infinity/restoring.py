@@ -10,6 +10,7 @@ error of one parameter leaves the others theirs.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,7 @@ class Restoring:
         self._met: dict[object, Any] = {}  # what ranks last met for, and what that gave
         self._is_partitioned = False
         self._is_told = False
+        self._turn = threading.RLock()  # of retries
         self._closing: Closing | None = None
         """Of the swap files, once they are kept for errors."""
 
@@ -126,7 +128,7 @@ class Restoring:
 
     def _lost(self) -> Iterator[nn.Parameter]:
         """Those without their trained values, and what took their places since."""
-        for index in self._missing:
+        for index in [*self._missing]:  # a retry on another thread changes it
             yield self._now[index]
             yield from (p for _, _, p in self._found_at_places(index) if p is not None)
 
@@ -192,17 +194,18 @@ class Restoring:
 
     @own_modes
     def _again(self) -> None:
-        """What ``RestoreError.retry`` does."""
-        for record in self._missing.values():
-            self._check_place(record)
-        if self._missing and not self._agenda:
-            self._pauses, self._is_told = _PAUSES_SECONDS, False
-            self._failures, self._interrupt = [], None
-            again = (partial(self._restore, record) for record in self._missing.values())
-            self._agenda = deque([self._finish_step, *again])
-        self.run()
-        if self._closing is not None:
-            self._closing.now()
+        """What ``RestoreError.retry`` does, on one thread at a time: each does what is left."""
+        with self._turn:
+            for record in self._missing.values():
+                self._check_place(record)
+            if self._missing and not self._agenda:
+                self._pauses, self._is_told = _PAUSES_SECONDS, False
+                self._failures, self._interrupt = [], None
+                again = (partial(self._restore, record) for record in self._missing.values())
+                self._agenda = deque([self._finish_step, *again])
+            self.run()
+            if self._closing is not None:
+                self._closing.now()
 
     def _found_at_places(self, index: int) -> Iterator[tuple[nn.Module, str, nn.Parameter | None]]:
         for module, name in self._places.get(index, ()):

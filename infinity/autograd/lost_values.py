@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -18,7 +19,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from aio import AioError
+from infinity.parameters.offloaded.handlers import check_not_amid
 from infinity.parameters.offloaded.placeholders import is_placeholder, refusal_of_lost, refuse
+from swap.interruptions.forks import check_process
 
 _MAX_NAMES = 8
 
@@ -47,6 +50,7 @@ class RestoreError(AioError):
         self.parameters = list(parameters)
         self.folders = list(folders)
         self._again = again
+        self._process = os.getpid()
         self._lost: Callable[[], Iterable[nn.Parameter]] = tuple
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -58,8 +62,11 @@ class RestoreError(AioError):
 
         Raises ``RestoreError`` for what still cannot be read, and ``RuntimeError`` where the model
         has no place for it: inside another block, or where another shape is now. The swap files
-        stay then, too. Does nothing once it has worked.
+        stay then, too. Does nothing once it has worked. Waits for one on another thread, and does
+        what that leaves.
         """
+        check_process(self._process, "the RestoreError")
+        check_not_amid("retry()")
         self._again()
 
 

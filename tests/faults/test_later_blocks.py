@@ -5,8 +5,11 @@ a later block.
 import os
 import pickle
 import signal
+import threading
+import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +138,71 @@ def test_retry_where_the_model_has_another_shape_is_refused_and_works_later(tmp_
     with pytest.raises(RuntimeError, match=r"1\.weight is of shape \(3, 256\).* swap files stay"):
         error.retry()
     model[1].weight = lost
+    error.retry()
+    _check_whole(model, tmp_path)
+
+
+def test_retries_of_several_threads_lose_nothing(tmp_path: Path) -> None:
+    model = _model()
+    error, read = restore_error(model, tmp_path), ComponentStore.read
+    done: list[bool] = []
+
+    def read_slowly(*arguments: Any) -> None:
+        time.sleep(0.02)  # the others come meanwhile
+        read(*arguments)
+
+    def retry() -> None:
+        error.retry()
+        done.append(True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ComponentStore, "read", read_slowly)
+        threads = [threading.Thread(target=retry) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert len(done) == 3
+    _check_whole(model, tmp_path)
+
+
+def test_retry_in_the_midst_of_one_is_refused(tmp_path: Path) -> None:
+    """By the handler of a signal, which would wait for what it has interrupted."""
+    model = _model()
+    error, read = restore_error(model, tmp_path), ComponentStore.read
+    refused: list[str] = []
+
+    def retry_again(*arguments: Any) -> None:
+        try:
+            error.retry()
+        except RuntimeError as refusal:
+            refused.append(str(refusal))
+        read(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ComponentStore, "read", retry_again)
+        error.retry()
+    assert [text.partition(" of ")[0] for text in refused] == ["retry() in the midst"] * 2
+    _check_whole(model, tmp_path)
+
+
+def test_retry_in_a_forked_child_is_refused(tmp_path: Path) -> None:
+    """Which would wait for a retry that was under way as it was forked."""
+    model = _model()
+    error = restore_error(model, tmp_path)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            error.retry()
+        except RuntimeError as refusal:
+            os.write(writing, str(refusal).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        assert "RestoreError of process" in lines.read()
+    os.waitpid(child, 0)
     error.retry()
     _check_whole(model, tmp_path)
 

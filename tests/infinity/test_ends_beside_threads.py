@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -323,3 +324,33 @@ def test_changes_that_another_thread_brings_when_the_block_ends_are_refused_whol
         with pytest.raises(RuntimeError, match="the offload block ended inside gathered"):
             changing.result()
     assert same_values(values_of(model), before)
+
+
+def test_block_that_two_threads_leave_at_once_gives_back_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, least = make_model(), least_budget(make_model, tmp_path)
+    block = infinity.offload(model, tmp_path, host_memory=least)
+    with block.__enter__().gathered():
+        before = values_of(model)
+    values_of_one = Restoring._values_of
+
+    is_leaving = threading.Event()
+
+    def values_slowly(restoring: Restoring, record: Any) -> torch.Tensor:
+        is_leaving.set()
+        time.sleep(0.01)  # the other comes meanwhile
+        return values_of_one(restoring, record)
+
+    def leave() -> dict[str, torch.Tensor]:
+        is_leaving.wait(10)
+        block.__exit__(None, None, None)
+        return values_of(model)
+
+    monkeypatch.setattr(Restoring, "_values_of", values_slowly)
+    with ThreadPoolExecutor(1) as other:
+        left = other.submit(leave)
+        block.__exit__(None, None, None)
+        assert same_values(left.result(), before)
+    assert same_values(values_of(model), before)
+    assert list(tmp_path.iterdir()) == []
