@@ -48,9 +48,14 @@ def _of_two_optimizers(name: str, kept: Kept) -> Kept:
     return {"momentum_buffer": kept["exp_avg"]} if is_matrix else kept
 
 
+def _in_float64(name: str, kept: Kept) -> Kept:
+    return {key: value.double() for key, value in kept.items()}
+
+
 CHANGES = {
     "a moment missing": (_without_a_moment, "keeps exp_avg_sq, step of up.weight, which is not"),
     "two optimizers": (_of_two_optimizers, "keeps momentum_buffer"),
+    "moments that float32 rounds": (_in_float64, "in float64, and not in float32 or bfloat16"),
 }
 
 

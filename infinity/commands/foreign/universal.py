@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.commands.foreign.state import MOMENTS, ForeignState, as_float32, check_kept
+from infinity.commands.foreign.state import (
+    MOMENTS,
+    WIDENED,
+    ForeignState,
+    as_float32,
+    check_dtype,
+    check_kept,
+)
 from infinity.commands.foreign.torch_files import load_mapped
 
 LATEST = "latest_universal"
@@ -69,6 +76,7 @@ def _tensor(file: Path, parameter: nn.Parameter) -> Any:
         found = found.get("param")
     if not isinstance(found, torch.Tensor):
         raise ValueError(f"{file} has no tensor, alone or as `param` of a dict")
+    check_dtype(found.dtype, "a tensor", file, *WIDENED)
     if found.dim() == 1 and found.numel() == parameter.numel():
         found = found.view(parameter.shape)
     return as_float32(found)
