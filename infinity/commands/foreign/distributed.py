@@ -26,6 +26,7 @@ from infinity.commands.foreign.state import (
     check_dtype,
     check_kept,
     check_options,
+    step_count,
 )
 
 METADATA = ".metadata"
@@ -243,4 +244,4 @@ def _check_named(keys: Sequence[str], path: Path) -> None:
 def _step(found: _Checkpoint, key: str, path: Path) -> int:
     if found.shape(key) is None:
         raise ValueError(f"{path} has no tensor {key}: how many steps it is from is not known")
-    return int(found.read(key).item())
+    return step_count(found.read(key), key, path)

@@ -49,6 +49,17 @@ def check_dtype(dtype: object, what: str, source: object, *dtypes: torch.dtype) 
         )
 
 
+def step_count(kept: object, what: str, source: object) -> int:
+    """Of steps, as a number or a tensor of one. Raises ``ValueError`` for what is none."""
+    try:
+        value = kept.item() if isinstance(kept, torch.Tensor) else kept
+    except RuntimeError:  # of several, or of none
+        value = kept
+    if not isinstance(value, int | float) or not 0 <= value < 2**63 or value != int(value):
+        raise ValueError(f"{source} has no number of steps as {what}, but {str(kept)[:80]}")
+    return int(value)
+
+
 def _told(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 

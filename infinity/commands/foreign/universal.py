@@ -21,6 +21,7 @@ from infinity.commands.foreign.state import (
     as_float32,
     check_dtype,
     check_kept,
+    step_count,
 )
 from infinity.commands.foreign.torch_files import load_mapped
 
@@ -90,5 +91,5 @@ def _step(file: Path, folder: Path) -> int:
             if isinstance(found, Mapping):
                 found = found.get("step")
             if found is not None:
-                return int(found)
+                return step_count(found, "its step", where)
     raise ValueError(f"{file} is missing: how many steps the moments are from is not known")
