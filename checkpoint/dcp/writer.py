@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from aio import sync_directory
 from checkpoint.dcp.items import Items
+from checkpoint.dcp.staging import Staging
 from checkpoint.dcp.tree import build_tree
 from checkpoint.directory.destination import (
     Destination,
@@ -150,7 +151,7 @@ class _Save:
             sync_directory(directory)
 
 
-class StorageWriter(TorchStorageWriter):
+class StorageWriter(TorchStorageWriter, Staging):
     """Writes what `torch.distributed.checkpoint.save` and `async_save` give it.
 
     `path` and `stripe_dirs` are as in `checkpoint.save`, the same on every rank and on file systems

@@ -229,3 +229,23 @@ def test_a_save_in_the_background_goes_through_the_writer(tmp_path: Path) -> Non
     finally:
         torch.distributed.destroy_process_group()
     assert torch.equal(checkpoint.load(tmp_path / "s")["model"]["w"], tree["model"]["w"])
+
+
+def test_a_save_in_the_background_has_the_values_of_conjugated_and_negated_views(
+    tmp_path: Path,
+) -> None:
+    values = torch.tensor([1 + 2j, -3j])
+    views = {
+        "conjugated": values.conj(),
+        "imaginary": values.conj().imag,
+        "negated": torch._neg_view(values),
+    }
+    expected = {name: view.resolve_conj().resolve_neg() for name, view in views.items()}
+    writer = checkpoint.dcp.StorageWriter(tmp_path / "s")
+    pending: Any = dcp_async_save({"a": [views], "plain": values}, storage_writer=writer)
+    values.zero_()
+    pending.result()
+    loaded = checkpoint.load(tmp_path / "s")
+    assert torch.equal(loaded["plain"], expected["conjugated"].conj())
+    for name, value in expected.items():
+        assert torch.equal(loaded["a"][0][name], value), name

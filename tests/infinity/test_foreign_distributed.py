@@ -156,3 +156,32 @@ def test_buffers_come_from_the_source_that_has_them(plain: Plain, tmp_path: Path
     saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
     run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
     assert torch.equal(checkpoint.load(tmp_path / "ours")["model"]["scale"], scale)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([2**24 + 1, -(2**40) - 1]),
+        torch.tensor([1 / 3, -1e-300], dtype=torch.float64),
+        torch.tensor([1 + 2j, -3j]),
+        torch.tensor([True, False]),
+    ],
+    ids=lambda values: str(values.dtype).removeprefix("torch."),
+)
+@pytest.mark.parametrize("is_in_source", [True, False])
+def test_buffers_of_all_dtypes_keep_their_values(
+    is_in_source: bool, values: torch.Tensor, plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    plain.model.register_buffer("more", values)
+    save_file(plain.model.state_dict(), plain.weights)
+    if is_in_source:
+        weights, state = get_state_dict(plain.model, plain.optimizer)
+        saved_by_torch({"model": weights, "optim": state}, tmp_path / "source")
+    else:
+        torch.save(plain.optimizer.state_dict(), tmp_path / "source")
+    run("import", tmp_path / "source", tmp_path / "ours", "--model", plain.weights)
+    model = Model()
+    model.register_buffer("more", torch.zeros_like(values))
+    with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
+        offloaded.load(tmp_path / "ours")
+    assert torch.equal(model.get_buffer("more"), values)

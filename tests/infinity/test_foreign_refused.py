@@ -48,9 +48,19 @@ def _of_two_optimizers(name: str, kept: Kept) -> Kept:
     return {"momentum_buffer": kept["exp_avg"]} if is_matrix else kept
 
 
+def _in_float64(name: str, kept: Kept) -> Kept:
+    return {key: value.double() for key, value in kept.items()}
+
+
+def _after_infinite_steps(_: str, kept: Kept) -> Kept:
+    return {**kept, "step": torch.tensor(float("inf"))}
+
+
 CHANGES = {
     "a moment missing": (_without_a_moment, "keeps exp_avg_sq, step of up.weight, which is not"),
     "two optimizers": (_of_two_optimizers, "keeps momentum_buffer"),
+    "steps that are no number": (_after_infinite_steps, "has no number of steps"),
+    "moments that float32 rounds": (_in_float64, "in float64, and not in float32 or bfloat16"),
 }
 
 
@@ -119,3 +129,30 @@ def test_names_that_a_terminal_would_act_upon_are_escaped(
         assert r"a\nb" in shown
         assert r"\x1b[31mred" in shown
         assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "text"),
+    [
+        ("state", None, "not those of a state dict"),
+        ("param_groups", [3], "not those of a state dict"),
+        ("param_groups", [{"lr": 0.1}], "not those of a state dict"),
+        ("step", torch.tensor(float("inf")), "no number of steps"),
+        ("step", None, "no number of steps"),
+    ],
+)
+def test_a_file_that_has_but_the_names_of_a_state_dict_is_refused(
+    place: str,
+    value: Any,
+    text: str,
+    plain: Plain,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state = plain.optimizer.state_dict()
+    if place == "step":
+        state["state"] = {key: {**kept, "step": value} for key, kept in state["state"].items()}
+    else:
+        state[place] = value
+    torch.save(state, tmp_path / "optimizer.pt")
+    assert text in _refusal(tmp_path / "optimizer.pt", plain, capsys)

@@ -19,11 +19,14 @@ from torch import nn
 
 from infinity.commands.foreign.state import (
     MOMENTS,
+    WIDENED,
     ForeignState,
     Shelf,
     Shelved,
+    check_dtype,
     check_kept,
     check_options,
+    step_count,
 )
 
 METADATA = ".metadata"
@@ -92,10 +95,17 @@ class _Checkpoint:
                 ) from error
 
     def source(self, name: str) -> Shelved:
+        """As it is. Raises ``ValueError`` for what is no tensor."""
         shape = self.shape(name)
         if shape is None:
             raise ValueError(f"the checkpoint has no tensor {name}")
-        return Shelved(self._shelf, name, shape)
+        return Shelved(self._shelf, name, shape, self.entries[name].properties.dtype)
+
+    def widened(self, name: str) -> Shelved:
+        """As float32. Raises ``ValueError`` for one that may have values which that lacks, too."""
+        source = self.source(name)
+        check_dtype(source.dtype, name, self._path, *WIDENED)
+        return Shelved(self._shelf, name, source.shape, torch.float32)
 
 
 def read_distributed(path: Path, model: nn.Module) -> ForeignState:
@@ -111,25 +121,29 @@ def read_distributed(path: Path, model: nn.Module) -> ForeignState:
         key = f"{of_state}{name}"
         if key in kept:
             check_kept(kept[key], name, path)
-            first, second = (found.source(f"{key}.{part}") for part in MOMENTS)
+            first, second = (found.widened(f"{key}.{part}") for part in MOMENTS)
             moments[name] = (first, second)
             steps[name] = _step(found, f"{key}.step", path)
-    wanted = [*names, *(name for name, _ in model.named_buffers())]
+
+    def has(name: str) -> bool:
+        return found.shape(of_model + name) is not None
+
     weights = {
-        n: found.source(of_model + n) for n in wanted if found.shape(of_model + n) is not None
+        n: (found.widened if n in moments else found.source)(of_model + n) for n in names if has(n)
     }
+    buffers = {n: found.source(of_model + n) for n, _ in model.named_buffers() if has(n)}
     there = {
         key.removeprefix(of_state) for key in _first_moments(found) if key.startswith(of_state)
     }
     groups, is_grouped = _groups(found, of_state, path)
     return ForeignState(
-        weights={name: weights[name] for name in names if name in weights},
-        buffers={name: weights[name] for name in weights if name not in names},
+        weights=weights,
+        buffers=buffers,
         moments=moments,
         steps=steps,
         groups=groups,
         is_grouped=is_grouped,
-        is_whole=bool(weights),
+        is_whole=bool(weights or buffers),
         others=sorted(there - {*names}),
     )
 
@@ -230,4 +244,4 @@ def _check_named(keys: Sequence[str], path: Path) -> None:
 def _step(found: _Checkpoint, key: str, path: Path) -> int:
     if found.shape(key) is None:
         raise ValueError(f"{path} has no tensor {key}: how many steps it is from is not known")
-    return int(found.read(key).item())
+    return step_count(found.read(key), key, path)

@@ -144,7 +144,8 @@ def _stored(model: nn.Module, names: set[str], files: WeightFolder) -> dict[str,
                     f"{name} has shape {list(made.shape)} in {files.path}, "
                     f"{list(like[name].shape)} in the model"
                 )
-            dtype = torch.float32 if like[name].dtype.is_floating_point else made.dtype
+            is_widened = like[name].dtype.is_floating_point and made.dtype != torch.float64
+            dtype = torch.float32 if is_widened else made.dtype
             recipes[name], found[name] = recipe, Shelved(shelf, name, made.shape, dtype)
     return found
 

@@ -38,11 +38,26 @@ def check_moments(
     """Raises ``ValueError`` for moments that are no tensors of one of these dtypes."""
     for part in MOMENTS:
         dtype = getattr(kept[part], "dtype", type(kept[part]).__name__)
-        if dtype not in dtypes:
-            raise ValueError(
-                f"{source} keeps {part} of {name} in {_told(dtype)}, and not in "
-                f"{' or '.join(map(_told, dtypes))}"
-            )
+        check_dtype(dtype, f"{part} of {name}", source, *dtypes)
+
+
+def check_dtype(dtype: object, what: str, source: object, *dtypes: torch.dtype) -> None:
+    """Raises ``ValueError`` for what is kept in another dtype than one of these."""
+    if dtype not in dtypes:
+        raise ValueError(
+            f"{source} keeps {what} in {_told(dtype)}, and not in {' or '.join(map(_told, dtypes))}"
+        )
+
+
+def step_count(kept: object, what: str, source: object) -> int:
+    """Of steps, as a number or a tensor of one. Raises ``ValueError`` for what is none."""
+    try:
+        value = kept.item() if isinstance(kept, torch.Tensor) else kept
+    except RuntimeError:  # of several, or of none
+        value = kept
+    if not isinstance(value, int | float) or not 0 <= value < 2**63 or value != int(value):
+        raise ValueError(f"{source} has no number of steps as {what}, but {str(kept)[:80]}")
+    return int(value)
 
 
 def _told(dtype: object) -> str:
@@ -162,9 +177,7 @@ class Shelved:
 
     thread_safe = True
 
-    def __init__(
-        self, shelf: Shelf, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, shelf: Shelf, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._shelf, self._name = shelf, name
         self.shape, self.dtype = tuple(shape), dtype
 

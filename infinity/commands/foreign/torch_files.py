@@ -21,6 +21,7 @@ from infinity.commands.foreign.state import (
     check_kept,
     check_moments,
     check_options,
+    step_count,
 )
 
 PLACES = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
@@ -45,6 +46,7 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
     """``is_ordered``: whether the model lists its parameters in the order of the real one."""
     state = optimizer_in(load_mapped(path), path)
     groups = state["param_groups"]
+    _check_form(state["state"], groups, path)
     for group in groups:
         check_options(group, path)
     names = dict(_names_by_key(groups, model, path, is_ordered=is_ordered))
@@ -54,7 +56,7 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
         check_kept(kept, name, path)
         check_moments(kept, name, path, *WIDENED)
         moments[name] = (as_float32(kept["exp_avg"]), as_float32(kept["exp_avg_sq"]))
-        steps[name] = int(kept["step"])
+        steps[name] = step_count(kept["step"], f"step of {name}", path)
     return ForeignState(
         moments=moments,
         steps=steps,
@@ -64,6 +66,16 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
             for group in groups
         ],
     )
+
+
+def _check_form(state: Any, groups: Any, path: Path) -> None:
+    """Raises ``ValueError`` for what only has the names of a state dict."""
+    is_whole = isinstance(state, Mapping) and isinstance(groups, Sequence)
+    if not is_whole or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        raise ValueError(
+            f"{path} has `state` and `param_groups` that are not those of a state dict of an "
+            "optimizer; save optimizer.state_dict()"
+        )
 
 
 def optimizer_in(found: Any, path: Path) -> Mapping[str, Any]:

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.commands.foreign.state import MOMENTS, ForeignState, as_float32, check_kept
+from infinity.commands.foreign.state import (
+    MOMENTS,
+    WIDENED,
+    ForeignState,
+    as_float32,
+    check_dtype,
+    check_kept,
+    step_count,
+)
 from infinity.commands.foreign.torch_files import load_mapped
 
 LATEST = "latest_universal"
@@ -69,6 +77,7 @@ def _tensor(file: Path, parameter: nn.Parameter) -> Any:
         found = found.get("param")
     if not isinstance(found, torch.Tensor):
         raise ValueError(f"{file} has no tensor, alone or as `param` of a dict")
+    check_dtype(found.dtype, "a tensor", file, *WIDENED)
     if found.dim() == 1 and found.numel() == parameter.numel():
         found = found.view(parameter.shape)
     return as_float32(found)
@@ -82,5 +91,5 @@ def _step(file: Path, folder: Path) -> int:
             if isinstance(found, Mapping):
                 found = found.get("step")
             if found is not None:
-                return int(found)
+                return step_count(found, "its step", where)
     raise ValueError(f"{file} is missing: how many steps the moments are from is not known")
