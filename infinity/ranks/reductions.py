@@ -145,11 +145,13 @@ class Reductions:
         self.finish_exchanges()
 
     def _exchange_bucket(self) -> None:
-        bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
+        bucket = self._bucket
         digest = hash(tuple(index for index, _ in bucket))
         rows = self._ranks.meet(REDUCE, SMALL, digest)
         if any(row[3] != digest for row in rows):
             self._tell_difference([index for index, _ in bucket])
+        # Not before: who is refused and asks again is not to go on without them.
+        self._bucket, self._bucket_bytes = [], 0
         if not bucket:
             return
         sizes = [_padded(gradient) for _, gradient in bucket]

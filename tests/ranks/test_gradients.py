@@ -214,3 +214,37 @@ def cleared_by_a_child(rank: int, folder: Path) -> list[int]:
 
 def test_a_forked_child_of_a_rank_clears_no_gradients(tmp_path: Path) -> None:
     assert run_ranks(cleared_by_a_child, tmp_path, 2) == [[0, 0], [0, 0]]
+
+
+def missing_on_one(rank: int, folder: Path) -> dict[str, Any]:
+    """What steps say, asked for again, where rank 1 has one small gradient less; and the weights
+    that a step leaves as they were when rank 0 has cleared that gradient, too.
+    """
+    model = seeded(gpt)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    small = next(p for p in model.parameters() if p.dim() == 1)
+    told = []
+    with infinity.offload(
+        model, folder, host_memory="1GiB", process_group=world(), optimizer=infinity.AdamW()
+    ) as offloaded:
+        loss_of(model, rank).backward()
+        if rank == 1:
+            small.grad = None
+        for _ in range(2):
+            with pytest.raises(infinity.RankDifferenceError) as refused:
+                offloaded.step()
+            told.append(str(refused.value))
+        small.grad = None
+        offloaded.step()
+    after = model.state_dict()
+    return {"told": told, "left": [key for key in after if torch.equal(after[key], before[key])]}
+
+
+def test_a_step_that_is_refused_for_small_gradients_is_refused_again(tmp_path: Path) -> None:
+    """The second one was taken without any of them, and nobody was told."""
+    name = "blocks.0.attention_norm.weight"
+    for found in run_ranks(missing_on_one, tmp_path, 2):
+        first, second = found["told"]
+        assert first == second
+        assert first.startswith(f"{name} has a gradient on rank 0 and none on rank 1")
+        assert found["left"] == [name]
