@@ -1,7 +1,9 @@
-"""What ``offload`` returns: a block to be entered once, and left once.
+"""What ``offload`` returns: a block to be entered once, and left once; and which parameters are a
+block's.
 
-Invariant: a block that was entered stays alive, with the model in it, until it is left or the
-process ends, whoever still refers to it.
+Invariants: a block that was entered stays alive, with the model in it, until it is left or the
+process ends, whoever still refers to it; a parameter is of one block at a time, from before that
+begins until all of it has ended.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
+
+from torch import nn
 
 from infinity.model import OffloadedModel, training_of
 from infinity.parameters.offloaded.handlers import check_not_amid, is_amid
@@ -24,6 +28,35 @@ from swap.interruptions.undo import Undo
 _log = logging.getLogger(__name__)
 _entered: dict[int, OffloadBlock] = {}
 """Blocks that were entered and not left, by ``id``."""
+_claimed: dict[int, Claim] = {}
+"""By the ``id`` of each parameter. Changed by single steps: an interrupt leaves no lock held."""
+os.register_at_fork(after_in_child=_claimed.clear)  # blocks are the parent's
+
+
+class Claim:
+    """To the parameters of one block. What they look like tells whose they are only while they are
+    offloaded: two blocks that begin on two threads would take values from under each other.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []  # alive, so that an ``id`` is of one of them
+
+    def take(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """These are of this block until ``end``, which must follow. Raises ``ValueError`` naming
+        one that is another's.
+        """
+        for name, parameter in named:
+            self._parameters.append(parameter)
+            if _claimed.setdefault(id(parameter), self) is not self:
+                raise ValueError(
+                    f"{name} is offloaded already; leave the first offload block before the next"
+                )
+
+    def end(self) -> None:
+        """Idempotent."""
+        for parameter in self._parameters:
+            if _claimed.get(id(parameter)) is self:
+                _claimed.pop(id(parameter), None)
 
 
 class OffloadBlock(AbstractContextManager[OffloadedModel]):

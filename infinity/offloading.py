@@ -23,7 +23,7 @@ from infinity.arguments import (
 )
 from infinity.autograd.lost_values import check_not_held
 from infinity.autograd.refusals import check_model
-from infinity.block import OffloadBlock
+from infinity.block import Claim, OffloadBlock
 from infinity.model import OffloadedModel
 from infinity.optim.adamw import AdamW
 from infinity.optim.chosen import optimizer_for, rule_for
@@ -169,9 +169,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
     with on_all_ranks(ranks):
-        check_model(model)
-        undo.enter_context(NamesOfModules(model))
-        check_not_held(model)
+        _take_over(undo, model)
         snapshots = _reclaimed(options.directories)
         records = records_of(model, dtype)
         values = values_for(model, records, options.weights)
@@ -235,6 +233,16 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     _wait_for_others(undo, training, snapshots)
     give_back_freed_memory()  # which the model had its values in
     return OffloadedModel(training, snapshots)
+
+
+def _take_over(undo: Undo, model: nn.Module) -> None:
+    """No other block takes any of ``model`` from now on, until all of this one has ended."""
+    check_model(model)
+    claim = Claim()
+    undo.callback(claim.end)
+    claim.take(model.named_parameters())
+    undo.enter_context(NamesOfModules(model))
+    check_not_held(model)
 
 
 def _wait_for_others(undo: Undo, training: Training, snapshots: Snapshots) -> None:

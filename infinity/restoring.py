@@ -234,7 +234,6 @@ class Restoring:
         """Where that fails, parameters have their values from before the step: not what they should
         have.
         """
-        self._missing.clear()
         if self._state.mixture.is_left:  # which is told
             self._state.wait_for_updates()
             return
@@ -276,6 +275,7 @@ class Restoring:
         if not self._begun.is_set():
             return self._own[record.index]
         if record.index in self._state.mixture.without_values:
+            self._missing.pop(record.index, None)
             return nothing(refusal_of_mixed(record.name))
         if record.is_partitioned and not self._rank_context.is_whole:
             return nothing(refusal_of_gone(record.name))

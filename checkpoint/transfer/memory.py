@@ -64,12 +64,21 @@ class KeptMemory:
     """
 
     def __init__(self) -> None:
-        self._slab: Slab | None = None
+        self._slabs: list[Slab] = []  # one at the most, taken and put here in one step
 
     def take(self, nbytes: int) -> Slab:
-        """A slab with at least `nbytes` free."""
-        slab = self._slab
-        if slab is None or slab.largest_free_bytes < nbytes:
-            slab = self._slab = None  # gives the old memory back before there is more
-            slab = self._slab = plain_slab(nbytes)
+        """A slab with at least `nbytes` free, which no other thread is given before `keep`: what
+        is free of it now would be taken twice.
+        """
+        try:
+            slab = self._slabs.pop()
+        except IndexError:
+            return plain_slab(nbytes)
+        if slab.largest_free_bytes < nbytes:
+            del slab  # gives the old memory back before there is more
+            slab = plain_slab(nbytes)
         return slab
+
+    def keep(self, slab: Slab) -> None:
+        """For the next use."""
+        self._slabs[:] = [slab]

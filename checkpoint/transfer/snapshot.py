@@ -145,11 +145,13 @@ class Snapshot:
         )
         """The memory takes all of the state, so that copying it does not have to wait."""
         # Ranges of a slab end on pages, and so do buffers.
-        slab = (memory or KeptMemory()).take(sum(each.count * each.nbytes for each in slots))
+        kept = memory or KeptMemory()
+        slab = kept.take(sum(each.count * each.nbytes for each in slots))
         self.supplies = [
             SnapshotSupply(filler, each, slab, cancellation)
             for filler, each in zip(fillers, slots, strict=True)
         ]
+        kept.keep(slab)
 
     def copy(self) -> bool:
         """Copies the state; gives whether its tensors may change. Errors are the writer's. To be

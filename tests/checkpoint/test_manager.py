@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 import checkpoint
+from aio import Slab
 from checkpoint.directory import lock
 from checkpoint.directory.locate import read_manifest
 from checkpoint.format.records import Manifest
 from checkpoint.known import manifests
+from checkpoint.transfer.memory import KeptMemory
 from tests.support.memory import folder_in_memory
 
 tmp_path = folder_in_memory()
@@ -66,19 +69,38 @@ def test_the_newest_are_kept_and_every_nth(tmp_path: Path, background: bool) -> 
 
 def test_background_copies_use_the_same_memory_again(tmp_path: Path) -> None:
     manager = checkpoint.Manager(tmp_path)
-    slabs = set()
+    slabs = set[int]()
     for step in range(3):
         state_of_step = state(step)
         pending = manager.save_async(step, state_of_step)
         state_of_step["w"].zero_()
         pending.result()
-        slabs.add(id(manager._memory._slab))
+        slabs.update(map(id, manager._memory._slabs))
     assert len(slabs) == 1
     for step in range(3):
         assert bool((manager.load(step)["w"] == step).all())
     larger = {"w": torch.ones(500_000)}
     manager.save_async(3, larger).result()
     assert bool((manager.load(3)["w"] == 1).all())
+
+
+def test_background_saves_of_two_threads_at_once_take_memory_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, both, take = checkpoint.Manager(tmp_path), threading.Barrier(2), KeptMemory.take
+    manager.save_async(1, state(1)).result()
+
+    def take_at_once(memory: KeptMemory, nbytes: int) -> Slab:
+        slab = take(memory, nbytes)
+        both.wait(10)
+        return slab
+
+    monkeypatch.setattr(KeptMemory, "take", take_at_once)
+    with ThreadPoolExecutor(2) as threads:
+        saves = [threads.submit(manager.save_async, step, state(step)) for step in (2, 3)]
+        for save in saves:
+            save.result().result()
+    assert [manager.load(step)["w"][0] for step in manager.steps()] == [1, 2, 3]
 
 
 def test_what_was_found_whole_is_looked_at_again(tmp_path: Path) -> None:

@@ -166,6 +166,32 @@ def test_retries_of_several_threads_lose_nothing(tmp_path: Path) -> None:
     _check_whole(model, tmp_path)
 
 
+def test_block_that_begins_beside_a_retry_is_refused_by_name(tmp_path: Path) -> None:
+    """It would have the values that its modules draw, and the retry nobody to give its own to."""
+    model = _model()
+    error, read = restore_error(model, tmp_path), ComponentStore.read
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def read_late(*arguments: Any) -> None:
+        is_reading.set()
+        may_go_on.wait(10)
+        read(*arguments)
+
+    retrying = threading.Thread(target=error.retry)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ComponentStore, "read", read_late)
+        retrying.start()
+        assert is_reading.wait(10)
+        patch.undo()
+        try:
+            with pytest.raises(ValueError, match=r"0\.weight, 1\.weight would begin the block"):
+                infinity.offload(model, tmp_path).__enter__()
+        finally:
+            may_go_on.set()
+            retrying.join(20)
+    _check_whole(model, tmp_path)
+
+
 def test_retry_in_the_midst_of_one_is_refused(tmp_path: Path) -> None:
     """By the handler of a signal, which would wait for what it has interrupted."""
     model = _model()

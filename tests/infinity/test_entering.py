@@ -1,12 +1,19 @@
 """What ``offload`` returns is entered once, and stays entered until it is left."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 import infinity
+from infinity import offloading
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.versions import Versions
+from infinity.values.buffers import BufferConversion
 from swap.tiered import TieredState
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.scripts import Script
@@ -97,3 +104,47 @@ def test_entering_that_fails_leaves_the_model_its_gradients(
     after = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert before.keys() == after.keys() != set()
     assert all(same_bits(before[name], gradient) for name, gradient in after.items())
+
+
+@pytest.mark.parametrize(
+    ("owner", "what"),
+    [
+        pytest.param(offloading, "values_for", id="as it looks at the model"),
+        pytest.param(offloading, "fill_all", id="as it reads the values"),
+        pytest.param(BufferConversion, "__exit__", id="as it ends, all values given back"),
+    ],
+)
+def test_block_that_begins_beside_another_of_the_model_is_refused(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, what: str
+) -> None:
+    """It would take what the other trains for what the model came with."""
+    model, expected = seeded(Stack), seeded(Stack)
+    _train(expected, nvme)
+    is_there, may_go_on = threading.Event(), threading.Event()
+    call: Callable[..., Any] = getattr(owner, what)
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        is_there.set()
+        assert may_go_on.wait(20)
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(owner, what, late)
+    with ThreadPoolExecutor(1) as other:
+        training = other.submit(_train, model, nvme)
+        assert is_there.wait(20)
+        try:
+            for same in (model, nn.Sequential(nn.Linear(1, 1), model.layers[1])):
+                with pytest.raises(ValueError, match=r"[01]\.weight is offloaded already"):
+                    infinity.offload(same, nvme).__enter__()
+        finally:
+            may_go_on.set()
+        training.result(20)
+    found = values_of(model)
+    assert all(same_bits(value, found[name]) for name, value in values_of(expected).items())
+    _train(model, nvme)  # it is nobody's any more
+
+
+def _train(model: nn.Module, nvme: Path) -> None:
+    with infinity.offload(model, nvme) as offloaded:
+        vector_loss(model, 0).backward()
+        offloaded.step()
