@@ -1,6 +1,7 @@
 """Files that are measured are gone afterwards, and never fill a disk."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -85,6 +86,23 @@ def test_orphans_of_a_killed_process_are_removed_and_no_others(directories: list
         assert remove_orphans(directories[1]) == []
         assert remove_orphans(directories[0]) == [left]
         assert everything(directories) == mine
+
+
+def test_what_ends_is_no_orphan_of_another_run_that_begins(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, found = shutil.rmtree, list[Path]()
+
+    def removed_beside_another(folder: Path) -> None:
+        with monkeypatch.context() as another:
+            another.setattr(shutil, "rmtree", remove)
+            found.extend(remove_orphans(directories[0]))
+        remove(folder)
+
+    with open_scratch(directories[:1]):
+        monkeypatch.setattr(shutil, "rmtree", removed_beside_another)
+    assert found == []
+    assert everything(directories) == []
 
 
 def test_orphans_are_known_by_their_names_only(directories: list[Path]) -> None:

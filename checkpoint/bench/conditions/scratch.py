@@ -85,13 +85,16 @@ def open_scratch(
 
 
 def _make_home(directory: Path, stack: contextlib.ExitStack) -> Path:
-    """A folder that has its lock before it has the name by which others would remove it."""
+    """A folder that has its lock before it has the name by which others would remove it, and until
+    it is gone.
+    """
     name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
     unlocked, home = directory / f".new{name}", directory / name
     stack.callback(_remove, home)
     stack.callback(_remove, unlocked)
     unlocked.mkdir()
     stack.enter_context(_locked(unlocked))
+    stack.callback(_remove, home)
     return unlocked.rename(home)
 
 
