@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import Relocation
 from checkpoint.errors import CorruptCheckpointError
@@ -55,6 +57,7 @@ class Targets:
 
 
 def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
+    """Raises ``ValueError`` naming a weight that is of another kind of numbers here."""
     theirs = saved["buffers"]
     buffers = {
         name: buffer
@@ -67,6 +70,7 @@ def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
         if not saved["planes"][leaf.name]:  # saved without what was frozen: it stays as it is
             continue
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
+        _check_kind(leaf, saved["dtypes"][leaf.name])
         for component in components_of_tensor(training.state, leaf, None):
             name = component.component.name
             if is_converted and name in MASTER_COMPONENTS:
@@ -84,6 +88,22 @@ def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
         if is_converted:
             converted.append(leaf)
     return Targets(same, converted, recast, bare)
+
+
+def _check_kind(leaf: CheckpointTensor, stored: torch.dtype) -> None:
+    """Floats are rounded, as to another ``compute_dtype``. Codes are not numbers of another dtype,
+    nor is a complex number what it has of real ones.
+    """
+    here = leaf.first.spec.dtype
+    is_rounded = (stored.is_floating_point and here.is_floating_point) or (
+        stored.is_complex and here.is_complex
+    )
+    if stored != here and not is_rounded:
+        raise ValueError(
+            f"{leaf.name} was saved in {stored} and is {here} in the model, which is left as it "
+            "was: these are not the same numbers in another precision; load it into a model like "
+            "the one that was saved"
+        )
 
 
 def names_of(tree: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -45,6 +45,29 @@ def test_exported_state_goes_on_in_torch_with_the_bits_of_ours(nvme: Path, tmp_p
         assert torch.equal(value, model.state_dict()[key])
 
 
+@pytest.mark.parametrize("makes", [infinity.AdamW, "a factory"])
+def test_options_that_are_tensors_are_exported_with_their_values(
+    makes: Any, nvme: Path, tmp_path: Path
+) -> None:
+    rates = torch.tensor([0.25, 0.5], dtype=torch.float64)
+    options: dict[str, Any] = {"lr": rates[1]}
+    if makes == "a factory":
+        options |= {"betas": (torch.tensor(0.75), torch.tensor(0.875)), "foreach": False}
+        options["capturable"] = False
+        made: Any = lambda params: torch.optim.AdamW(params, **options)  # noqa: E731
+    else:
+        made = makes(**options)
+    model = seeded(Model)
+    with infinity.offload(model, nvme, optimizer=made, host_memory="256MiB") as offloaded:
+        train(model, offloaded.step, batches())
+        offloaded.save(tmp_path / "ours")
+    export_optimizer(tmp_path / "ours", tmp_path / "opt.pt")
+    (group,) = torch.load(tmp_path / "opt.pt", weights_only=True)["param_groups"]
+    for key, value in options.items():
+        assert group[key] == value, key
+    assert group["lr"].dtype == torch.float64
+
+
 def test_export_of_a_model_with_frozen_weights_says_what_to_give_the_optimizer(
     nvme: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

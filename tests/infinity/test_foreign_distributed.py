@@ -185,3 +185,33 @@ def test_buffers_of_all_dtypes_keep_their_values(
     with infinity.offload(model, nvme, host_memory="256MiB") as offloaded:
         offloaded.load(tmp_path / "ours")
     assert torch.equal(model.get_buffer("more"), values)
+
+
+@pytest.mark.parametrize("frozen", [torch.bfloat16, torch.float64])
+def test_frozen_weights_of_another_dtype_go_on_in_a_model_of_float32(
+    frozen: torch.dtype, nvme: Path, tmp_path: Path
+) -> None:
+    model = seeded(Model)
+    model.unused.requires_grad_(False).to(frozen)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), fused=True)
+    train(model, lambda: (optimizer.step(), optimizer.zero_grad()), batches())
+    weights, state = get_state_dict(model, optimizer)
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", tmp_path / "model.safetensors")
+    ours = Model()
+    ours.unused.requires_grad_(False)
+    with infinity.offload(ours, nvme, host_memory="256MiB") as offloaded:
+        offloaded.load(tmp_path / "ours")
+    expected = model.float().state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in ours.state_dict().items())
+
+
+def test_quantised_weights_of_files_are_kept_as_they_are(plain: Plain, tmp_path: Path) -> None:
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    del weights["scale"]
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    codes = plain.model.scale.to(torch.float8_e4m3fn)
+    save_file({**plain.model.state_dict(), "scale": codes}, plain.weights)
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    assert checkpoint.load(tmp_path / "ours")["model"]["scale"].dtype == codes.dtype

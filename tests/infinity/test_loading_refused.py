@@ -94,3 +94,47 @@ def test_load_of_a_plain_checkpoint_says_where_its_weights_are_taken(
         ),
     ):
         offloaded.load(tmp_path / "plain")
+
+
+class _Coded(nn.Module):
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(values, requires_grad=False)
+        self.layer = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "here"),
+    [
+        (torch.complex64, torch.float32),
+        (torch.float32, torch.complex64),
+        (torch.float32, torch.int8),
+        (torch.int8, torch.float32),
+        (torch.int32, torch.uint8),
+    ],
+)
+def test_weights_that_are_other_kinds_of_numbers_here_are_refused_by_name(
+    stored: torch.dtype, here: torch.dtype, nvme: Path, tmp_path: Path
+) -> None:
+    with infinity.offload(_Coded(torch.full((3,), 300).to(stored)), nvme) as offloaded:
+        offloaded.save(tmp_path / "saved")
+    model = _Coded(torch.ones(3, dtype=here))
+    refused = pytest.raises(ValueError, match=rf"codes was saved in {stored} and is {here}")
+    with infinity.offload(model, nvme) as offloaded, refused:
+        offloaded.load(tmp_path / "saved")
+    assert same_bits(model.codes, torch.ones(3, dtype=here))
+
+
+@pytest.mark.parametrize(
+    ("stored", "here"),
+    [(torch.complex64, torch.complex128), (torch.float8_e4m3fn, torch.bfloat16)],
+)
+def test_weights_of_more_precision_here_take_those_that_were_saved(
+    stored: torch.dtype, here: torch.dtype, nvme: Path, tmp_path: Path
+) -> None:
+    with infinity.offload(_Coded(torch.full((3,), 3.5).to(stored)), nvme) as offloaded:
+        offloaded.save(tmp_path / "saved")
+    model = _Coded(torch.ones(3, dtype=here))
+    with infinity.offload(model, nvme) as offloaded:
+        offloaded.load(tmp_path / "saved")
+    assert same_bits(model.codes, torch.full((3,), 3.5).to(here))

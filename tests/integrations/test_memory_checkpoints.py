@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from infinity.integrations.transformers import OffloadTrainer
+from infinity.integrations.transformers.memory_checkpoints import _state_in
 from tests.support.trainers import (
     Run,
     arguments,
@@ -212,6 +213,31 @@ def test_a_checkpoint_of_memory_that_does_not_fit_is_refused_and_nothing_changed
         trainer.train(resume_from_checkpoint=str(folder))
     for name, value in values_of(model).items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({0: torch.tensor(float("inf"))}, "no number of steps as step of up"),
+        ({0: 2.5}, "no number of steps as step of up"),
+        ({0: None}, "no number of steps as step of up"),
+        ({5: 1}, "has state of 5"),
+        ([], "not those of a state dict"),
+    ],
+)
+def test_a_state_in_no_form_of_one_is_refused_by_name(
+    state: Any, message: str, tmp_path: Path
+) -> None:
+    if isinstance(state, dict):
+        moment = torch.zeros(3)
+        state = {
+            number: {"step": step, "exp_avg": moment, "exp_avg_sq": moment}
+            for number, step in state.items()
+        }
+    groups = torch.optim.AdamW([torch.zeros(3)]).state_dict()["param_groups"]
+    torch.save({"state": state, "param_groups": groups}, tmp_path / "optimizer.pt")
+    with pytest.raises(ValueError, match=message):
+        _state_in(tmp_path, [["up"]])
 
 
 def test_a_copy_without_the_optimizer_goes_on_with_the_weights(

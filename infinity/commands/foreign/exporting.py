@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import checkpoint
 from aio.errors import naming
@@ -24,6 +25,7 @@ from infinity.commands.foreign.state import MOMENTS
 from infinity.optim.adamw import NAME, is_torch_adamw
 from infinity.values.load_targets import literal
 from infinity.values.saved_state import leaf_of, with_steps_of_tiles
+from swap.storage.components import as_bytes
 
 OPTIONS = {
     "amsgrad": False,
@@ -195,7 +197,7 @@ def _state_dict(saved: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         "param_groups": [
             OPTIONS
             | (_AS_OURS if saved["optimizer_class"] == NAME else {})
-            | {key: value for key, value in group.items() if key not in _OURS}
+            | tree_map(_laid_out, _options(group))
             | {
                 "params": [numbers[name] for name in own],
                 "param_names": own,
@@ -203,6 +205,16 @@ def _state_dict(saved: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
             for group, own in zip(groups, members, strict=True)
         ],
     }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OURS}
+
+
+def _laid_out(option: Any) -> Any:
+    """A tensor without its values, in memory of its own."""
+    is_tensor = isinstance(option, torch.Tensor)
+    return torch.empty(option.shape, dtype=option.dtype) if is_tensor else option
 
 
 def _dtype(saved: Mapping[str, Any], name: str, part: str) -> torch.dtype:
@@ -227,6 +239,9 @@ def _fill(
     }
     descriptor = os.open(replacement.temporary, os.O_RDWR | os.O_CLOEXEC)
     try:
+        for group, laid in zip(saved["groups"], laid_out["param_groups"], strict=True):
+            for key, option in _options(group).items():
+                _fill_option(descriptor, laid[key], option)
         into: dict[str, dict[str, Any]] = {}
         for number, kept in laid_out["state"].items():
             name = names[number]
@@ -241,3 +256,10 @@ def _fill(
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _fill_option(descriptor: int, laid_out: Any, option: Any) -> None:
+    """Write the values of tensors in an option of a group, such as a rate that is one."""
+    for like, value in zip(tree_leaves(laid_out), tree_leaves(option), strict=True):
+        if isinstance(value, torch.Tensor):
+            _Place(descriptor, like).write(0, as_bytes(value.contiguous().reshape(-1)).data)

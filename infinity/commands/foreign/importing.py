@@ -12,7 +12,7 @@ from torch import nn
 
 import checkpoint
 from infinity.commands.foreign.distributed import METADATA, read_distributed
-from infinity.commands.foreign.state import MOMENTS, SHOWN, ForeignState, Shelf, Shelved
+from infinity.commands.foreign.state import MOMENTS, SHOWN, WIDENED, ForeignState, Shelf, Shelved
 from infinity.commands.foreign.taking import KEPT_BY
 from infinity.commands.foreign.torch_files import read_torch_file
 from infinity.commands.foreign.universal import read_universal, universal_folder
@@ -69,15 +69,16 @@ def import_state(
 
 
 def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[str, Any]:
-    """As ``infinity.values.persistence`` has it, with weights in float32 and no master beside."""
+    """As ``infinity.values.persistence`` has it, with no master beside weights."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     moments: dict[str, dict[str, Any]] = {part: {} for part in MOMENTS}
     for name, both in state.moments.items():
         for part, tensor in zip(MOMENTS, both, strict=True):
             moments[part][name] = tensor
     has_moments = {name: list(MOMENTS) if name in state.moments else [] for name in shapes}
+    weights = _weights(state, model, files)
     return {
-        "model": _weights(state, model, files),
+        "model": weights,
         "optimizer": moments,
         "extra": {"given": False, "value": None},
         "infinity": {
@@ -85,7 +86,7 @@ def _tree(state: ForeignState, model: nn.Module, files: WeightFolder) -> dict[st
             "steps": {name: state.steps.get(name, 0) for name in shapes},
             "planes": {name: ["weight", *has_moments[name]] for name in shapes},
             "shapes": shapes,
-            "dtypes": dict.fromkeys(shapes, torch.float32),
+            "dtypes": {name: weights[name].dtype for name in shapes},
             "groups": list(state.groups),
             "is_grouped": state.is_grouped,
             "optimizer_class": KEPT_BY,
@@ -144,7 +145,7 @@ def _stored(model: nn.Module, names: set[str], files: WeightFolder) -> dict[str,
                     f"{name} has shape {list(made.shape)} in {files.path}, "
                     f"{list(like[name].shape)} in the model"
                 )
-            is_widened = like[name].dtype.is_floating_point and made.dtype != torch.float64
+            is_widened = like[name].dtype.is_floating_point and made.dtype in WIDENED
             dtype = torch.float32 if is_widened else made.dtype
             recipes[name], found[name] = recipe, Shelved(shelf, name, made.shape, dtype)
     return found

@@ -46,7 +46,6 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
     """``is_ordered``: whether the model lists its parameters in the order of the real one."""
     state = optimizer_in(load_mapped(path), path)
     groups = state["param_groups"]
-    _check_form(state["state"], groups, path)
     for group in groups:
         check_options(group, path)
     names = dict(_names_by_key(groups, model, path, is_ordered=is_ordered))
@@ -86,6 +85,7 @@ def optimizer_in(found: Any, path: Path) -> Mapping[str, Any]:
         if isinstance(candidate, Sequence) and len(candidate) == 1:
             candidate = candidate[0]
         if isinstance(candidate, Mapping) and {"state", "param_groups"} <= candidate.keys():
+            _check_form(candidate["state"], candidate["param_groups"], path)
             return candidate
     keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
     raise ValueError(

@@ -19,6 +19,7 @@ from infinity.commands.foreign.state import (
     check_kept,
     check_moments,
     check_options,
+    step_count,
 )
 from infinity.commands.foreign.taking import GivenState, check_given, take_given
 from infinity.commands.foreign.torch_files import load_mapped, optimizer_in
@@ -74,14 +75,18 @@ def _state_in(folder: Path, numbered: Sequence[Sequence[str]]) -> GivenState:
     state = optimizer_in(load_mapped(path), path)
     names = _names_by_number(state["param_groups"], numbered, path)
     moments: dict[str, dict[str, torch.Tensor]] = {part: {} for part in MOMENTS}
+    steps: dict[str, int] = {}
     for number, kept in state["state"].items():
+        if number not in names:
+            raise ValueError(f"{path} has state of {number}, which none of its groups has")
         check_kept(kept, names[number], path)
         check_moments(kept, names[number], path, torch.float32)
+        steps[names[number]] = step_count(kept["step"], f"step of {names[number]}", path)
         for part in MOMENTS:
             moments[part][names[number]] = kept[part]
     return GivenState(
         moments=moments,
-        steps={names[number]: int(kept["step"]) for number, kept in state["state"].items()},
+        steps=steps,
         groups=[
             {key: value for key, value in group.items() if key not in NOT_OPTIONS}
             | {"params": [names[number] for number in group["params"]]}
