@@ -211,7 +211,8 @@ def test_quantised_weights_of_files_are_kept_as_they_are(plain: Plain, tmp_path:
     weights, state = get_state_dict(plain.model, plain.optimizer)
     del weights["scale"]
     saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
-    codes = plain.model.scale.to(torch.float8_e4m3fn)
-    save_file({**plain.model.state_dict(), "scale": codes}, plain.weights)
+    ours = plain.model.state_dict()
+    codes = ours["scale"].to(torch.float8_e4m3fn)
+    save_file({**ours, "scale": codes}, plain.weights)
     run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
     assert checkpoint.load(tmp_path / "ours")["model"]["scale"].dtype == codes.dtype
