@@ -98,7 +98,7 @@ def offload(
     - ``compute_dtype``: dtype of weights, gradients and floating-point buffers, as
       ``model.to(dtype)`` (see TUNING for ties); masters of what is trained are kept in float32.
       Frozen weights come back rounded to it, with a warning how many, as all do with
-      ``optimizer=None``, and unchanged buffers as they were. None keeps each parameter's dtype.
+      ``optimizer=None``, and unchanged buffers as they came. None keeps each parameter's dtype.
     - ``device_memory``: most bytes for weights, and for state that has room, on a GPU;
       ``host_memory``: most bytes of host memory taken (default: half of what is free); ``"8GiB"``.
     - ``max_grad_norm``: clip the gradients of every step to this 2-norm.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -94,6 +94,10 @@ class TileList(nn.ModuleList):
         """``order``: all parameters that the module had, in tiles or not."""
         super().__init__(tiles)
         self.order = list(order)
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> Self:
+        """Nothing: ``fn`` is given the module that has the tiles, with all of the parameter."""
+        return self
 
     def of(self, name: str) -> list[Tile]:
         """Those of the parameter ``name``, in the order of their rows."""

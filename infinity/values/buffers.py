@@ -18,11 +18,11 @@ from swap.plain import bits_of
 class BufferConversion:
     """Context manager: converts on entry as ``module.to(device, dtype)`` does, but that buffers
     which lie in one another's memory still do inside; back on exit with the values they have.
-    Elements that nothing changed meanwhile have the bits that they had, and what was changed in
-    place is then the tensor that it was, so that views of it from before the block have these
-    values, too. Where the block has not ``begun`` they are as they were. One that a program put
-    there and that has no values, being a view of weights that were changed since, stays, and is
-    refused by name when all others are back.
+    Elements that nothing changed meanwhile have the bits that they came with (from ``values``), and
+    what was changed in place is then the tensor that it was, so that views of it from before the
+    block have these values, too. Where the block has not ``begun`` they are as they were. One that
+    a program put there and that has no values, being a view of weights that were changed since,
+    stays, and is refused by name when all others are back.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class BufferConversion:
         self._device = device
         self._dtype = dtype
         self._values = values
-        self._before: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
-        """Module, name there, the buffer as it was, and what stood for it inside."""
+        self._before: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """Module, name there, the buffer as it was, the values that it came with where they are
+        rounded inside (else the buffer as it was), and what stood for it inside."""
 
     def __enter__(self) -> None:
         found: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
@@ -51,34 +52,43 @@ class BufferConversion:
         converted = _converted([real for *_, real in found], self._convert)
         for module, name, buffer, real in found:
             inside = converted[id(real)]
-            self._before.append((module, name, buffer, inside))
+            is_kept = inside.dtype != real.dtype and not buffer.is_meta
+            self._before.append((module, name, buffer, real if is_kept else buffer, inside))
             module._buffers[name] = inside
 
     def __exit__(self, *_: object) -> None:
         if not self._begun.is_set():
-            for module, name, before, _inside in self._before:
+            for module, name, before, _came, _inside in self._before:
                 module._buffers[name] = before
             return
         ended = [
-            (module, name, before, buffer, buffer is inside)
-            for module, name, before, inside in self._before
+            (module, name, before, came, buffer, buffer is inside)
+            for module, name, before, came, inside in self._before
             if (buffer := module._buffers.get(name)) is not None
             and buffer is not before
             and not is_placeholder(buffer)
         ]
         # All before the first is written: one may lie in the memory of another.
-        changes = [self._changes(before, buffer) for _, _, before, buffer, _ in ended]
+        changes = [self._changes(came, buffer) for _, _, _, came, buffer, _ in ended]
         written = {
             id(before)
-            for (_, _, before, buffer, is_ours), changed in zip(ended, changes, strict=True)
-            if is_ours and changed is not None and _write(before, buffer, changed)
+            for (_, _, before, came, buffer, is_ours), changed in zip(ended, changes, strict=True)
+            if is_ours and changed is not None and _write(before, _back(came, buffer, changed))
         }
-        for (module, name, before, buffer, is_ours), changed in zip(ended, changes, strict=True):
-            is_back = (is_ours and id(before) in written) or _is_none(changed)
-            if not is_back and is_ours:  # or by what was written into another
-                is_back = _is_none(self._changes(before, buffer))
-            module._buffers[name] = before if is_back else buffer.to(before.device, before.dtype)
-        for module, name, _before, _inside in self._before:
+        for (module, name, before, came, buffer, is_ours), changed in zip(
+            ended, changes, strict=True
+        ):
+            if is_ours and id(before) in written:
+                module._buffers[name] = before
+            elif _is_none(changed):
+                module._buffers[name] = came.to(before.device)
+            elif is_ours and came is before and _is_none(self._changes(before, buffer)):
+                module._buffers[name] = before  # by what was written into another
+            elif is_ours and changed is not None:
+                module._buffers[name] = _back(came, buffer, changed).to(before.device)
+            else:
+                module._buffers[name] = buffer.to(before.device, before.dtype)
+        for module, name, _before, _came, _inside in self._before:
             left = module._buffers.get(name)
             if left is not None and is_placeholder(left):
                 refuse(left)
@@ -107,13 +117,18 @@ def _is_none(changed: torch.Tensor | None) -> bool:
     return changed is not None and not bool(changed.any())
 
 
-def _write(before: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> bool:
-    """Whether ``before`` has the elements of ``buffer`` that were ``changed`` now."""
+def _back(came: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+    """The elements of ``buffer`` that were ``changed``, and of the others what they came with."""
+    with torch.no_grad():
+        return torch.where(changed.to(came.device), buffer.to(came.device, came.dtype), came)
+
+
+def _write(before: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether ``before`` has these values now."""
     if before.is_inference() or not _has_each_element_once(before):
         return False
     with torch.no_grad():
-        values = buffer.to(before.device, before.dtype)
-        before.copy_(torch.where(changed.to(before.device), values, before))
+        before.copy_(values)
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,9 +56,15 @@ class Targets:
     """Weights without a master, which have one here."""
 
 
-def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
-    """Raises ``ValueError`` naming a weight that is of another kind of numbers here."""
+def targets_of(
+    training: TrainingState, saved: Mapping[str, Any], read: Callable[..., Any]
+) -> Targets:
+    """Raises ``ValueError`` naming a weight that is of another kind of numbers here, and a buffer
+    that is to be converted and cannot be. ``read`` is ``checkpoint.load`` of it.
+    """
     theirs = saved["buffers"]
+    if saved.get("is_foreign"):
+        _check_buffers(training, theirs, read)
     buffers = {
         name: buffer
         for name, buffer in persistent_buffers(training.model).items()
@@ -70,7 +76,7 @@ def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
         if not saved["planes"][leaf.name]:  # saved without what was frozen: it stays as it is
             continue
         is_converted = saved["dtypes"][leaf.name] != leaf.first.spec.dtype
-        _check_kind(leaf, saved["dtypes"][leaf.name])
+        _check_kind(leaf.name, saved["dtypes"][leaf.name], leaf.first.spec.dtype)
         for component in components_of_tensor(training.state, leaf, None):
             name = component.component.name
             if is_converted and name in MASTER_COMPONENTS:
@@ -90,17 +96,32 @@ def targets_of(training: TrainingState, saved: Mapping[str, Any]) -> Targets:
     return Targets(same, converted, recast, bare)
 
 
-def _check_kind(leaf: CheckpointTensor, stored: torch.dtype) -> None:
+def _check_buffers(
+    training: TrainingState, theirs: Mapping[str, bool], read: Callable[..., Any]
+) -> None:
+    for name, buffer in persistent_buffers(training.model).items():
+        if not theirs.get(name):
+            continue
+        stored = read(only=[literal(f"model.{name}")], map_location="meta")["model"][name]
+        if stored.shape != buffer.shape:
+            raise ValueError(
+                f"{name} has shape {list(stored.shape)} in the checkpoint, {list(buffer.shape)} in "
+                "the model, which is left as it was; load it into a model like the one that was "
+                "saved"
+            )
+        _check_kind(name, stored.dtype, buffer.dtype)
+
+
+def _check_kind(name: str, stored: torch.dtype, here: torch.dtype) -> None:
     """Floats are rounded, as to another ``compute_dtype``. Codes are not numbers of another dtype,
     nor is a complex number what it has of real ones.
     """
-    here = leaf.first.spec.dtype
     is_rounded = (stored.is_floating_point and here.is_floating_point) or (
         stored.is_complex and here.is_complex
     )
     if stored != here and not is_rounded:
         raise ValueError(
-            f"{leaf.name} was saved in {stored} and is {here} in the model, which is left as it "
+            f"{name} was saved in {stored} and is {here} in the model, which is left as it "
             "was: these are not the same numbers in another precision; load it into a model like "
             "the one that was saved"
         )

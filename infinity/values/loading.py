@@ -191,7 +191,7 @@ def _checked(
 ) -> tuple[dict[str, Any], Targets]:
     training.state.refusals.check()
     saved = _read_scalars(training, path, read)
-    targets = targets_of(training, saved)
+    targets = targets_of(training, saved, read)
     fits(targets.same)
     training.state.mixture.check_covered(_scope(training, saved), change.what)
     return saved, targets

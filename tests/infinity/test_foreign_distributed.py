@@ -28,6 +28,7 @@ from tests.support.foreign_runs import (
     train,
 )
 from tests.support.models import seeded
+from tests.support.training import values_of
 
 
 @pytest.fixture
@@ -187,6 +188,34 @@ def test_buffers_of_all_dtypes_keep_their_values(
     assert torch.equal(model.get_buffer("more"), values)
 
 
+@pytest.mark.parametrize(
+    ("values", "here", "told"),
+    [
+        ([1 + 2j, -3j], [0.5, 0.25], "more was saved in torch.complex64 and is torch.float32"),
+        ([1.5, 2.5], [0, 0], "more was saved in torch.float32 and is torch.int64"),
+        ([1.5], [0.5, 0.25], r"more has shape \[1\] in the checkpoint, \[2\] in the model"),
+        ([1.5, 2.5], [0.5], r"more has shape \[2\] in the checkpoint, \[1\] in the model"),
+    ],
+)
+def test_imported_buffer_that_is_not_the_models_is_refused_before_anything_changes(
+    values: list[Any], here: list[Any], told: str, plain: Plain, nvme: Path, tmp_path: Path
+) -> None:
+    plain.model.register_buffer("more", torch.tensor(values))
+    save_file(plain.model.state_dict(), plain.weights)
+    weights, state = get_state_dict(plain.model, plain.optimizer)
+    saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    model = Model()
+    model.register_buffer("more", torch.tensor(here))
+    before = values_of(model)
+    with (
+        infinity.offload(model, nvme, host_memory="256MiB") as offloaded,
+        pytest.raises(ValueError, match=told),
+    ):
+        offloaded.load(tmp_path / "ours")
+    assert all(torch.equal(value, before[name]) for name, value in values_of(model).items())
+
+
 @pytest.mark.parametrize("frozen", [torch.bfloat16, torch.float64])
 def test_frozen_weights_of_another_dtype_go_on_in_a_model_of_float32(
     frozen: torch.dtype, nvme: Path, tmp_path: Path
@@ -211,8 +240,7 @@ def test_quantised_weights_of_files_are_kept_as_they_are(plain: Plain, tmp_path:
     weights, state = get_state_dict(plain.model, plain.optimizer)
     del weights["scale"]
     saved_by_torch({"model": weights, "optim": state}, tmp_path / "dcp")
-    ours = plain.model.state_dict()
-    codes = ours["scale"].to(torch.float8_e4m3fn)
-    save_file({**ours, "scale": codes}, plain.weights)
+    codes = plain.model.get_buffer("scale").to(torch.float8_e4m3fn)
+    save_file({**plain.model.state_dict(), "scale": codes}, plain.weights)
     run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
     assert checkpoint.load(tmp_path / "ours")["model"]["scale"].dtype == codes.dtype

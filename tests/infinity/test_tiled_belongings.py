@@ -109,6 +109,27 @@ def test_modules_are_initialised_as_without_tiles(nvme: Path) -> None:
     assert same_values(*found)
 
 
+def test_a_function_that_is_applied_to_modules_sees_the_weight_and_no_tiles(nvme: Path) -> None:
+    def shrink(module: Any) -> None:
+        if getattr(module, "weight", None) is not None:
+            seen.append(tuple(module.weight.shape))
+            nn.init.xavier_uniform_(module.weight)
+            module.weight.data.mul_(0.5)
+
+    found, shapes = [], []
+    seen: list[tuple[int, ...]]
+    for bound in (None, BOUND):
+        model, seen = Net(), []
+        with offload(model, nvme, max_parameter_bytes=bound) as offloaded:
+            torch.manual_seed(1)
+            with offloaded.gathered(modify=True):
+                model.apply(shrink)
+        found.append(model.state_dict())
+        shapes.append(seen)
+    assert shapes[0] == shapes[1]
+    assert same_values(*found)
+
+
 def test_gradients_brought_to_a_tiled_layer_are_accumulated_to(nvme: Path) -> None:
     norms = []
     for bound in (None, BOUND):
