@@ -5,6 +5,7 @@ dtype, inside the block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -13,6 +14,11 @@ from aio.process.threads import Latch
 from infinity.parameters.first_values import Values
 from infinity.parameters.offloaded.placeholders import is_placeholder, refuse
 from swap.plain import bits_of
+
+_Place: TypeAlias = tuple[int, str]
+"""The ``id`` of a module that is kept alive, and the name of a buffer there."""
+_open: list[BufferConversion] = []
+"""Of blocks that have begun, in this order: their models may have modules in common."""
 
 
 class BufferConversion:
@@ -23,6 +29,9 @@ class BufferConversion:
     values, too. Where the block has not ``begun`` they are as they were. One that a program put
     there and that has no values, being a view of weights that were changed since, stays, and is
     refused by name when all others are back.
+
+    Blocks whose models have buffers in common end in any order: one that began later uses its own
+    until it ends, and what an earlier one gives back is what the later one is to give back.
     """
 
     def __init__(
@@ -38,10 +47,13 @@ class BufferConversion:
         self._device = device
         self._dtype = dtype
         self._values = values
-        self._before: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        self._before: dict[_Place, tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = {}
         """Module, name there, the buffer as it was, and what stood for it inside."""
+        self._came: dict[_Place, torch.Tensor] = {}
+        """What that was made of, where it was what stood for the buffer in an earlier block."""
 
     def __enter__(self) -> None:
+        _open.append(self)
         found: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
@@ -51,37 +63,75 @@ class BufferConversion:
         converted = _converted([real for *_, real in found], self._convert)
         for module, name, buffer, real in found:
             inside = converted[id(real)]
-            self._before.append((module, name, buffer, inside))
+            self._before[id(module), name] = module, name, buffer, inside
             module._buffers[name] = inside
 
     def __exit__(self, *_: object) -> None:
+        self._give_back()
+        left = [self._now(place) for place in self._before if self._begun.is_set()]
+        if self in _open:  # this may be called again
+            _open.remove(self)
+        for buffer in left:
+            if buffer is not None and is_placeholder(buffer):
+                refuse(buffer)
+
+    def _give_back(self) -> None:
         if not self._begun.is_set():
-            for module, name, before, _inside in self._before:
-                module._buffers[name] = before
+            for place, (_, _, before, _) in self._before.items():
+                self._put(place, before)
             return
         ended = [
-            (module, name, before, buffer, buffer is inside)
-            for module, name, before, inside in self._before
-            if (buffer := module._buffers.get(name)) is not None
+            (place, before, buffer, buffer is inside)
+            for place, (_, _, before, inside) in self._before.items()
+            if (buffer := self._now(place)) is not None
             and buffer is not before
             and not is_placeholder(buffer)
         ]
         # All before the first is written: one may lie in the memory of another.
-        changes = [self._changes(before, buffer) for _, _, before, buffer, _ in ended]
+        changes = [
+            self._changes(self._came.get(place, before), buffer)
+            for place, before, buffer, _ in ended
+        ]
         written = {
             id(before)
-            for (_, _, before, buffer, is_ours), changed in zip(ended, changes, strict=True)
+            for (_, before, buffer, is_ours), changed in zip(ended, changes, strict=True)
             if is_ours and changed is not None and _write(before, buffer, changed)
         }
-        for (module, name, before, buffer, is_ours), changed in zip(ended, changes, strict=True):
+        for (place, before, buffer, is_ours), changed in zip(ended, changes, strict=True):
             is_back = (is_ours and id(before) in written) or _is_none(changed)
             if not is_back and is_ours:  # or by what was written into another
                 is_back = _is_none(self._changes(before, buffer))
-            module._buffers[name] = before if is_back else buffer.to(before.device, before.dtype)
-        for module, name, _before, _inside in self._before:
-            left = module._buffers.get(name)
-            if left is not None and is_placeholder(left):
-                refuse(left)
+            self._put(place, before if is_back else buffer.to(before.device, before.dtype))
+
+    def _now(self, place: _Place) -> torch.Tensor | None:
+        """What is there for this block: a later one has put something of its own over it."""
+        if (later := self._later(place)) is not None:
+            return later._before[place][2]
+        module, name, _, _ = self._before[place]
+        return module._buffers.get(name)
+
+    def _put(self, place: _Place, buffer: torch.Tensor) -> None:
+        module, name, _, _ = self._before[place]
+        if (later := self._later(place)) is None:
+            module._buffers[name] = buffer
+        else:
+            later._stand_on(place, buffer)
+
+    def _stand_on(self, place: _Place, buffer: torch.Tensor) -> None:
+        """An earlier block has ended: what this one gives back is ``buffer``."""
+        module, name, before, inside = self._before[place]
+        if inside is not before:
+            self._came.setdefault(place, before)
+        elif _kind(self._convert(buffer)) != _kind(inside):  # as it was made for the earlier block
+            if module._buffers.get(name) is inside:
+                module._buffers[name] = buffer
+            inside = buffer
+        self._before[place] = module, name, buffer, inside
+
+    def _later(self, place: _Place) -> BufferConversion | None:
+        """The next block that has begun after this one and has a buffer in the same place."""
+        behind = _open[_open.index(self) + 1 :] if self in _open else []
+        return next((one for one in behind if place in one._before), None)
 
     def _changes(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``buffer`` are not what those of ``before`` are converted to, bit for
