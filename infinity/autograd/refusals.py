@@ -211,8 +211,12 @@ class Watched:
         self._modules: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def begin(self, model: nn.Module, host: _Host) -> None:
-        """Every module of ``model`` that has parameters."""
+        """Every module of ``model`` that has parameters. One that the model of another block has,
+        too, has places for them alone, which that block watches.
+        """
         for module in model.modules():
+            if type(module._parameters) is WatchedParameters:
+                continue
             if module._parameters or _in_tiles(vars(module)):
                 self._modules.append((module, module._parameters))
                 module._parameters = WatchedParameters(module._parameters, host, vars(module))

@@ -5,6 +5,8 @@ dtype, inside the block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -13,6 +15,30 @@ from aio.process.threads import Latch
 from infinity.parameters.first_values import Values
 from infinity.parameters.offloaded.placeholders import is_placeholder, refuse
 from swap.plain import bits_of
+
+_Place: TypeAlias = tuple[int, str]
+"""The ``id`` of a module that is kept alive, and the name of a buffer there."""
+_open: list[BufferConversion] = []
+"""Of blocks that have begun, in this order: their models may have modules in common."""
+
+
+@dataclass(slots=True)
+class _Converted:
+    """A buffer: where it is, as it was, and what stands for it inside."""
+
+    module: nn.Module
+    name: str
+    before: torch.Tensor
+    inside: torch.Tensor
+    made_of: torch.Tensor
+    """What ``inside`` was converted from, to see what was changed."""
+    given: torch.Tensor | None
+    """The values that it came with, where they are rounded inside and are not in ``before``."""
+
+    @property
+    def came(self) -> torch.Tensor:
+        """What elements are that nothing changed."""
+        return self.before if self.given is None else self.given
 
 
 class BufferConversion:
@@ -23,6 +49,9 @@ class BufferConversion:
     block have these values, too. Where the block has not ``begun`` they are as they were. One that
     a program put there and that has no values, being a view of weights that were changed since,
     stays, and is refused by name when all others are back.
+
+    Blocks whose models have buffers in common end in any order: one that began later uses its own
+    until it ends, and what an earlier one gives back is what the later one is to give back.
     """
 
     def __init__(
@@ -38,11 +67,10 @@ class BufferConversion:
         self._device = device
         self._dtype = dtype
         self._values = values
-        self._before: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        """Module, name there, the buffer as it was, the values that it came with where they are
-        rounded inside (else the buffer as it was), and what stood for it inside."""
+        self._converted: dict[_Place, _Converted] = {}
 
     def __enter__(self) -> None:
+        _open.append(self)
         found: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
@@ -52,48 +80,92 @@ class BufferConversion:
         converted = _converted([real for *_, real in found], self._convert)
         for module, name, buffer, real in found:
             inside = converted[id(real)]
-            is_kept = inside.dtype != real.dtype and not buffer.is_meta
-            self._before.append((module, name, buffer, real if is_kept else buffer, inside))
+            given = real if inside.dtype != real.dtype and not buffer.is_meta else None
+            made_of = buffer if given is None else given
+            self._converted[id(module), name] = _Converted(
+                module, name, buffer, inside, made_of, None if given is buffer else given
+            )
             module._buffers[name] = inside
 
     def __exit__(self, *_: object) -> None:
+        self._give_back()
+        left = [self._now(place) for place in self._converted if self._begun.is_set()]
+        if self in _open:  # this may be called again
+            _open.remove(self)
+        for buffer in left:
+            if buffer is not None and is_placeholder(buffer):
+                refuse(buffer)
+
+    def _give_back(self) -> None:
         if not self._begun.is_set():
-            for module, name, before, _came, _inside in self._before:
-                module._buffers[name] = before
+            for place, each in self._converted.items():
+                self._put(place, each.before)
             return
         ended = [
-            (module, name, before, came, buffer, buffer is inside)
-            for module, name, before, came, inside in self._before
-            if (buffer := module._buffers.get(name)) is not None
-            and buffer is not before
+            (place, each, buffer, buffer is each.inside)
+            for place, each in self._converted.items()
+            if (buffer := self._now(place)) is not None
+            and buffer is not each.before
             and not is_placeholder(buffer)
         ]
         # All before the first is written: one may lie in the memory of another.
-        changes = [self._changes(came, buffer) for _, _, _, came, buffer, _ in ended]
+        changes = [self._changes(each, buffer) for _, each, buffer, _ in ended]
         written = {
-            id(before)
-            for (_, _, before, came, buffer, is_ours), changed in zip(ended, changes, strict=True)
-            if is_ours and changed is not None and _write(before, _back(came, buffer, changed))
+            id(each.before)
+            for (_, each, buffer, is_ours), changed in zip(ended, changes, strict=True)
+            if is_ours
+            and changed is not None
+            and _write(each.before, _back(each.came, buffer, changed))
         }
-        for (module, name, before, came, buffer, is_ours), changed in zip(
-            ended, changes, strict=True
-        ):
+        for (place, each, buffer, is_ours), changed in zip(ended, changes, strict=True):
+            before = each.before
             if is_ours and id(before) in written:
-                module._buffers[name] = before
+                self._put(place, before)
             elif _is_none(changed):
-                module._buffers[name] = came.to(before.device)
-            elif is_ours and came is before and _is_none(self._changes(before, buffer)):
-                module._buffers[name] = before  # by what was written into another
+                self._put(place, each.came.to(before.device))
+            elif is_ours and each.given is None and _is_none(self._differing(before, buffer)):
+                self._put(place, before)  # by what was written into another
             elif is_ours and changed is not None:
-                module._buffers[name] = _back(came, buffer, changed).to(before.device)
+                self._put(place, _back(each.came, buffer, changed).to(before.device))
             else:
-                module._buffers[name] = buffer.to(before.device, before.dtype)
-        for module, name, _before, _came, _inside in self._before:
-            left = module._buffers.get(name)
-            if left is not None and is_placeholder(left):
-                refuse(left)
+                self._put(place, buffer.to(before.device, before.dtype))
 
-    def _changes(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
+    def _now(self, place: _Place) -> torch.Tensor | None:
+        """What is there for this block: a later one has put something of its own over it."""
+        if (later := self._later(place)) is not None:
+            return later._converted[place].before
+        each = self._converted[place]
+        return each.module._buffers.get(each.name)
+
+    def _put(self, place: _Place, buffer: torch.Tensor) -> None:
+        if (later := self._later(place)) is None:
+            each = self._converted[place]
+            each.module._buffers[each.name] = buffer
+        else:
+            later._stand_on(place, buffer)
+
+    def _stand_on(self, place: _Place, buffer: torch.Tensor) -> None:
+        """An earlier block has ended: what this one gives back is ``buffer``."""
+        each = self._converted[place]
+        if each.inside is each.before:
+            if _kind(self._convert(buffer)) != _kind(each.inside):  # as made for the earlier block
+                if each.module._buffers.get(each.name) is each.inside:
+                    each.module._buffers[each.name] = buffer
+                each.inside = buffer
+            each.made_of = buffer
+        each.before = buffer
+
+    def _later(self, place: _Place) -> BufferConversion | None:
+        """The next block that has begun after this one and has a buffer in the same place."""
+        behind = _open[_open.index(self) + 1 :] if self in _open else []
+        return next((one for one in behind if place in one._converted), None)
+
+    def _changes(self, each: _Converted, buffer: torch.Tensor) -> torch.Tensor | None:
+        """Which elements of ``buffer`` were changed, as a mask; None where that cannot be told."""
+        changed = self._differing(each.made_of, buffer)
+        return changed if changed is not None and changed.shape == each.came.shape else None
+
+    def _differing(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``buffer`` are not what those of ``before`` are converted to, bit for
         bit, as a mask; None where that cannot be told.
         """

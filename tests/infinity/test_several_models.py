@@ -232,3 +232,64 @@ def test_function_that_saves_weights_of_two_blocks_trains_as_in_memory(
                 student.zero_grad()
         found.append(values_of(student))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+class _Scaled(nn.Module):
+    """Buffers, and a place for a parameter that has none."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.1, 1.0, 16) * 1.0001)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.to(x.dtype)
+
+
+@pytest.mark.parametrize("first", [None, torch.bfloat16])
+@pytest.mark.parametrize("second", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_buffers_that_models_of_two_blocks_share_come_back_in_whatever_order_these_end(
+    first: torch.dtype | None, second: torch.dtype | None, is_nested: bool, nvme: Path
+) -> None:
+    shared = _Scaled()
+    models = [nn.Sequential(nn.Linear(16, 16), shared, nn.Linear(16, 16)) for _ in range(2)]
+    before, values = shared.scale, shared.scale.clone()
+    blocks = [
+        infinity.offload(model, nvme, compute_dtype=dtype, host_memory=WHOLE)
+        for model, dtype in zip(models, (first, second), strict=True)
+    ]
+    for block in blocks:
+        block.__enter__()
+    ends = [1, 0] if is_nested else [0, 1]
+    blocks[ends[0]].__exit__(None, None, None)
+    left = ends[1]
+    with torch.no_grad():
+        models[left](torch.ones(2, 16, dtype=(first, second)[left] or torch.float32))
+    blocks[left].__exit__(None, None, None)
+    assert shared.scale is before
+    assert torch.equal(before, values)
+    copy.deepcopy(models)  # no block has them any more
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_shared_buffer_that_changed_in_blocks_has_its_last_value(
+    is_nested: bool, nvme: Path
+) -> None:
+    shared = _Scaled()
+    models = [nn.Sequential(nn.Linear(16, 16), shared) for _ in range(2)]
+    blocks = [
+        infinity.offload(model, nvme, compute_dtype=torch.bfloat16, host_memory=WHOLE)
+        for model in models
+    ]
+    for block in blocks:
+        block.__enter__()
+        shared.scale[0] += 2
+    for block in reversed(blocks) if is_nested else blocks:
+        block.__exit__(None, None, None)
+        shared.scale[1] += 1
+    assert shared.scale.dtype == torch.float32
+    assert shared.scale[0] > 4
+    assert shared.scale[1] > 2
