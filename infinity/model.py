@@ -99,9 +99,9 @@ class OffloadedModel:
         bound = math.inf if is_endless else parse_amount(max_norm, name="max_norm")
         gradients = self._training.gradients
         gradients.take_left()
-        if not gradients.present:
+        present, norm = gradients.present, gradients.norm() * gradients.clip_factor
+        if not present:
             return as_norm(0.0)
-        norm = gradients.norm() * gradients.clip_factor
         gradients.clip(clip_coefficient(norm, bound))
         return as_norm(norm)
 

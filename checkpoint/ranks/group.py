@@ -82,7 +82,7 @@ class GroupCoordinator:
         timeout = self._agreed(parent, timeout_seconds, name)
         self._seconds = timeout.total_seconds()
         # Not one of torch's own groups: those have names, which are in the way of the next one.
-        self._group: Any = _Gloo(self._store, self.rank, self.world_size, timeout)
+        self._group: Any = self._connected(timeout)
         self._name = name or _plain_name
         self._failure: RankFailedError | None = None
         self._count = 0
@@ -121,6 +121,15 @@ class GroupCoordinator:
             if answer:
                 raise RankFailedError(f"rank {rank} failed: {answer}", rank=rank)
         return timeout
+
+    def _connected(self, timeout: timedelta) -> Any:
+        try:
+            return _Gloo(self._store, self.rank, self.world_size, timeout)
+        except RuntimeError as error:
+            raise RankFailedError(
+                "a rank was killed or interrupted as it made its GroupCoordinator, or does not "
+                f"answer (ranks wait {timeout.total_seconds():g} s for others): {error}"
+            ) from error
 
     def _is_told(self, key: str) -> bool:
         try:

@@ -77,7 +77,9 @@ class Accumulated:
         return self.arrived - self._zeroed
 
     def norm(self) -> float:
-        """The 2-norm over all, unscaled and before clipping."""
+        """The 2-norm over all, unscaled and before clipping. Ranks take it together, also of none:
+        one that has some is not to wait for those that do not come.
+        """
         return self._rank_context.norm() / self.scale.value
 
     def read(self, index: int) -> torch.Tensor | None:

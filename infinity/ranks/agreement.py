@@ -19,6 +19,7 @@ from checkpoint.errors import RankFailedError
 from checkpoint.transfer.memory import machine
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import Ranks
+from swap.interruptions.apart import run_apart
 from swap.interruptions.undo import Undo
 from swap.plan.rules import UpdateRule
 
@@ -50,9 +51,16 @@ def open_ranks(undo: Undo, process_group: Any, device: torch.device) -> Ranks | 
         raise ValueError("this process is not a rank of process_group")
     if dist.get_world_size(process_group) == 1:
         return None
-    ranks = Ranks(process_group, device)
-    undo.push(lambda _kind, error, _trace: ranks.leave(error))
-    return ranks
+    made: list[Ranks] = []
+
+    def leave(_kind: object, error: BaseException | None, _trace: object) -> None:
+        for ranks in made:
+            ranks.leave(error)
+
+    undo.push(leave)
+    # All of it, or the others would wait for an interrupted rank, and count one more than it has.
+    run_apart(lambda: made.append(Ranks(process_group, device)), "infinity-ranks")
+    return made[0]
 
 
 @contextmanager

@@ -96,7 +96,9 @@ class RankContext(Protocol):
         """Forget gradients on their way, of one parameter or all."""
 
     def norm(self) -> float:
-        """The 2-norm over all gradients of all ranks."""
+        """The 2-norm over all gradients of all ranks. Raises ``RankDifferenceError`` where some are
+        of some ranks alone.
+        """
 
     def gradient(self, record: Record) -> torch.Tensor:
         """A copy of the gradient, whole, on the CPU, in the shape of the parameter."""

@@ -146,6 +146,10 @@ class Reductions:
 
     def _exchange_bucket(self) -> None:
         bucket = self._bucket
+        sizes = [_padded(gradient) for _, gradient in bucket]
+        # Before ranks meet: without memory for it nothing is begun, and nothing forgotten.
+        own = _packed([gradient for _, gradient in bucket], sizes)
+        every = own.new_empty(own.numel() * self._ranks.world_size)
         digest = hash(tuple(index for index, _ in bucket))
         rows = self._ranks.meet(REDUCE, SMALL, digest)
         if any(row[3] != digest for row in rows):
@@ -154,15 +158,6 @@ class Reductions:
         self._bucket, self._bucket_bytes = [], 0
         if not bucket:
             return
-        sizes = [_padded(gradient) for _, gradient in bucket]
-        own = torch.zeros(sum(sizes), dtype=torch.uint8, device=bucket[0][1].device)
-        for (_, gradient), at in zip(bucket, _starts(sizes), strict=True):
-            # One element may have any stride, and is no row of bytes then.
-            raw = gradient.contiguous().as_strided(gradient.shape, (1,)).view(torch.uint8)
-            own[at : at + raw.numel()] = raw
-        every = torch.empty(
-            own.numel() * self._ranks.world_size, dtype=torch.uint8, device=own.device
-        )
         offsets = [own.numel() * rank for rank in range(self._ranks.world_size + 1)]
         transfer = self._ranks.gather(own, every, offsets)
         transfer.wait()
@@ -202,6 +197,17 @@ def mean_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             wide.add_(part[start:stop])
         total[start:stop] = wide.div_(len(parts))
     return total
+
+
+def _packed(gradients: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """The bytes of gradients, one after the other, each in as many as ``sizes`` says."""
+    device = gradients[0].device if gradients else "cpu"
+    packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+    for gradient, at in zip(gradients, _starts(sizes), strict=True):
+        # One element may have any stride, and is no row of bytes then.
+        raw = gradient.contiguous().as_strided(gradient.shape, (1,)).view(torch.uint8)
+        packed[at : at + raw.numel()] = raw
+    return packed
 
 
 def _padded(gradient: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -229,33 +229,52 @@ class Zero3:
             {key: repr(value) for key, value in group.items() if key != "params"}
             for group in groups
         ]
+        groups_of = self._groups_of(groups)
         # Each rank has its slice of a changed gradient, and a copy of its own of a small one.
         changes = [(name, self._changes[name]) for name in sorted(self._changes)]
         arrivals = [self._arrivals.get(index, 0) for index in present]
-        made = (list(present), arrivals, list(steps), options, changes, sorted(factors.items()))
-        digest = zlib.crc32(repr(made).encode())
+        told = (list(present), arrivals, list(steps), options, groups_of, changes)
+        digest = zlib.crc32(repr((told, sorted(factors.items()))).encode())
         rows = self.ranks.meet(STEP, self._step, digest)
         if all(row[3] == digest for row in rows):
             return
         facts: dict[str, Any] = {
             f"the step count of {record.name}": steps[record.index] for record in self._records
         }
-        facts |= {
-            f"whether {record.name} has a gradient": record.index in present
-            for record in self._records
-        }
+        facts |= self._facts_of_presence(present)
         facts |= {
             f"how many gradients {self._records[index].name} got since its own was cleared": number
             for index, number in zip(present, arrivals, strict=True)
         }
         for number, group in enumerate(options):
             facts |= {f"{key} of parameter group {number}": value for key, value in group.items()}
+        facts |= {
+            f"which parameter groups {record.name} is in": groups_of[record.index]
+            for record in self._records
+        }
         facts |= {name: repr(value) for name, value in factors.items()}
         facts |= {
             f"what the program made of the gradient of {name} (a checksum)": value
             for name, value in changes
         }
         check_same(self.ranks, facts)
+
+    def _groups_of(self, groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """The numbers of the groups that each parameter is in."""
+        index_of = {id(record.parameter): record.index for record in self._records}
+        found: list[list[int]] = [[] for _ in self._records]
+        for number, group in enumerate(groups):
+            for parameter in group["params"]:
+                if id(parameter) in index_of:  # any other is refused by name
+                    found[index_of[id(parameter)]].append(number)
+        return found
+
+    def _facts_of_presence(self, present: Collection[int]) -> dict[str, Any]:
+        there = frozenset(present)
+        return {
+            f"whether {record.name} has a gradient": record.index in there
+            for record in self._records
+        }
 
     def end_step(self, updated: Iterable[int]) -> None:
         self._changes.clear()
@@ -295,7 +314,10 @@ class Zero3:
         lengths = [sum(each) for each in counts]
 
         def gather() -> list[torch.Tensor]:
-            self.ranks.meet(NORM, self._step)
+            digest = zlib.crc32(repr(present).encode())
+            if any(row[3] != digest for row in self.ranks.meet(NORM, self._step, digest)):
+                # What follows has the size of all that is present.
+                check_same(self.ranks, self._facts_of_presence(present))
             return self.ranks.coordinator.gather(torch.cat(own), lengths) if cut else []
 
         every = self.ranks.undivided(gather)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import infinity
 from tests.support.models import seeded
-from tests.support.rank_jobs import gpt, least_budget, loss_of, world
+from tests.support.rank_jobs import complaint, gpt, least_budget, loss_of, world
 from tests.support.ranks import run_ranks
 from tests.support.training import same_bits
 
@@ -248,3 +248,57 @@ def test_a_step_that_is_refused_for_small_gradients_is_refused_again(tmp_path: P
         assert first == second
         assert first.startswith(f"{name} has a gradient on rank 0 and none on rank 1")
         assert found["left"] == [name]
+
+
+def clipped_by_rank(rank: int, folder: Path, *, way: str) -> list[str]:
+    """What clipping says, and the step behind it, of gradients that rank 1 alone has cleared."""
+    model = seeded(gpt)
+    large = [p for p in model.parameters() if p.dim() > 1]
+    with infinity.offload(
+        model, folder, host_memory="1GiB", process_group=world(), optimizer=infinity.AdamW()
+    ) as offloaded:
+        loss_of(model, rank).backward()
+        offloaded.gradient(large[0])  # none is on its way any more
+        if rank == 1:
+            for parameter in {"one": large[:1], "large": large, "all": model.parameters()}[way]:
+                parameter.grad = None
+        told = [complaint(lambda: offloaded.clip_grad_norm_(1.0)), complaint(offloaded.step)]
+        offloaded.optimizer.zero_grad()
+        loss_of(model, rank).backward()
+        offloaded.clip_grad_norm_(1.0)
+        offloaded.step()
+    return told
+
+
+@pytest.mark.parametrize("way", ["one", "large", "all"])
+def test_clipping_of_gradients_that_one_rank_has_cleared_is_refused(
+    way: str, tmp_path: Path
+) -> None:
+    """What ranks sent one another had other sizes, and gloo ended the process."""
+    name = next(name for name, p in gpt().named_parameters() if p.dim() > 1)
+    for told in run_ranks(clipped_by_rank, tmp_path, 2, way=way):
+        assert len(set(told)) == 1
+        assert told[0].startswith(f"RankDifferenceError: whether {name} has a gradient is True on")
+
+
+def grouped_by_rank(rank: int, folder: Path) -> str:
+    """What a step says of groups that have the parameters of one another on rank 1."""
+    model = seeded(gpt)
+
+    def grouped(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        first, *others = parameters
+        groups = [[first], others] if rank == 0 else [others, [first]]
+        return torch.optim.SGD(
+            [{"params": groups[0], "lr": 0.5}, {"params": groups[1], "lr": 0.1}], lr=0.1
+        )
+
+    with infinity.offload(model, folder, process_group=world(), optimizer=grouped) as offloaded:
+        loss_of(model, rank).backward()
+        return complaint(offloaded.step)
+
+
+def test_a_step_with_groups_of_other_parameters_on_a_rank_is_refused(tmp_path: Path) -> None:
+    """Ranks updated their parts with other learning rates, and nobody was told."""
+    name = next(name for name, _ in gpt().named_parameters())
+    told = f"RankDifferenceError: which parameter groups {name} is in is [0] on rank 0 and [1] on"
+    assert all(text.startswith(told) for text in run_ranks(grouped_by_rank, tmp_path, 2))

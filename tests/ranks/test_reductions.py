@@ -104,3 +104,24 @@ def test_a_gradient_of_one_element_may_have_any_stride() -> None:
     reductions.add(small.index, column)
     reductions.finish()
     assert torch.equal(stored[small.index], column)
+
+
+def test_small_gradients_without_memory_to_send_them_are_sent_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were forgotten, and the other ranks waited for them."""
+    ranks, records = TwoRanks(), partitioned_records()
+    small = next(record for record in records if not record.is_partitioned)
+    reductions, stored = _reductions(ranks, records)
+    reductions.add(small.index, torch.full(small.shape, 5.0))
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("infinity.ranks.reductions.torch.zeros", full)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            reductions.finish()
+    assert ranks.meetings == []
+    reductions.finish()
+    assert torch.equal(stored[small.index], torch.full(small.shape, 5.0))

@@ -61,6 +61,13 @@ def test_an_interrupt_before_a_save_begins_is_told_to_the_ranks_that_wait(tmp_pa
         assert first[f"after {name}"] == second[f"after {name}"] == ""
 
 
+def test_an_interrupt_as_a_block_begins_is_told_to_the_ranks_that_wait(tmp_path: Path) -> None:
+    """They waited until their timeout, and so did all later blocks of the group."""
+    first, second = run_ranks(rank_refusals.interrupted_blocks, tmp_path, 2, timeout_seconds=5.0)
+    assert first == ["RankFailedError: rank 1 failed: KeyboardInterrupt: ", "", ""]
+    assert second == ["interrupted", "", ""]
+
+
 def test_an_interrupt_while_bytes_are_moved_is_told_to_the_other_ranks_by_its_name(
     tmp_path: Path,
 ) -> None:

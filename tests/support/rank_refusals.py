@@ -138,6 +138,32 @@ _BEFORE_A_SAVE = {
 }
 
 
+def interrupted_blocks(rank: int, folder: Path) -> list[str]:
+    """What each rank is told where a Ctrl-C meets rank 1 as its block begins, and of blocks of the
+    same group behind that.
+    """
+    agreed = checkpoint.GroupCoordinator._agreed
+
+    def met(self: checkpoint.GroupCoordinator, *arguments: Any) -> Any:
+        found = agreed(self, *arguments)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    def enter() -> None:
+        with infinity.offload(Stack(), folder, host_memory="256MiB", process_group=world()):
+            pass
+
+    told = []
+    for is_cut in (rank == 1, False, False):
+        way = mock.patch.object(checkpoint.GroupCoordinator, "_agreed", met)
+        try:
+            with way if is_cut else nullcontext():
+                told.append(complaint(enter))
+        except KeyboardInterrupt:
+            told.append("interrupted")
+    return told
+
+
 def interrupted_transfers(rank: int, folder: Path) -> dict[str, str]:
     """What each rank is told where a Ctrl-C meets rank 1 while its bytes are on their way: what
     fails of that is the thread that moves them, which was not interrupted itself.
