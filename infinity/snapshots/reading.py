@@ -72,8 +72,16 @@ class SavedPoint:
         """Idempotent."""
         self._stack.close()
 
-    def read(self, only: list[str], into: Any = None, staging_bytes: int = STAGING_BYTES) -> Any:
-        """As ``checkpoint.load``, of the names that such a checkpoint would have."""
+    def read(
+        self,
+        only: list[str],
+        into: Any = None,
+        staging_bytes: int = STAGING_BYTES,
+        map_location: str = "cpu",
+    ) -> Any:
+        """As ``checkpoint.load``, of the names that such a checkpoint would have;
+        ``map_location`` is that of buffers.
+        """
         if only == ["infinity.*"]:
             return {"infinity": self.training()}
         if into is not None:
@@ -81,7 +89,9 @@ class SavedPoint:
             return into
         names = [_ESCAPED.sub(r"\1", pattern) for pattern in only]
         if not all(self._is_leaf(name) for name in names):
-            return checkpoint.load(self._folder, only=only, staging_bytes=staging_bytes)
+            return checkpoint.load(
+                self._folder, only=only, map_location=map_location, staging_bytes=staging_bytes
+            )
         tree: dict[str, Any] = {}
         for name in names:
             top, component, leaf = _split(name)

@@ -54,6 +54,8 @@ class Targets:
     """State of the optimizer that was."""
     bare: list[CheckpointTensor]
     """Weights without a master, which have one here."""
+    buffers: frozenset[str]
+    """Those that were saved in another dtype."""
 
 
 def targets_of(
@@ -62,13 +64,11 @@ def targets_of(
     """Raises ``ValueError`` naming a weight that is of another kind of numbers here, and a buffer
     that is to be converted and cannot be. ``read`` is ``checkpoint.load`` of it.
     """
-    theirs = saved["buffers"]
-    if saved.get("is_foreign"):
-        _check_buffers(training, theirs, read)
+    others = _converted_buffers(training, saved, read)
     buffers = {
         name: buffer
         for name, buffer in persistent_buffers(training.model).items()
-        if theirs.get(name) and not saved.get("is_foreign")
+        if saved["buffers"].get(name) and name not in others
     }
     same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
     converted, recast, bare = [], [], []
@@ -93,14 +93,24 @@ def targets_of(
                 same["optimizer"].setdefault(name, {})[leaf.name] = component
         if is_converted:
             converted.append(leaf)
-    return Targets(same, converted, recast, bare)
+    return Targets(same, converted, recast, bare, others)
 
 
-def _check_buffers(
-    training: TrainingState, theirs: Mapping[str, bool], read: Callable[..., Any]
-) -> None:
+def _converted_buffers(
+    training: TrainingState, saved: Mapping[str, Any], read: Callable[..., Any]
+) -> frozenset[str]:
+    leaves = checkpoint_tensors_of(training.model, training.records)
+    # They are of the compute dtype, as weights are.
+    is_same = all(
+        saved["dtypes"][leaf.name] == leaf.first.spec.dtype
+        for leaf in leaves
+        if saved["planes"][leaf.name]
+    )
+    if is_same and not saved.get("is_foreign"):
+        return frozenset()
+    found = set()
     for name, buffer in persistent_buffers(training.model).items():
-        if not theirs.get(name):
+        if not saved["buffers"].get(name):
             continue
         stored = read(only=[literal(f"model.{name}")], map_location="meta")["model"][name]
         if stored.shape != buffer.shape:
@@ -110,6 +120,9 @@ def _check_buffers(
                 "saved"
             )
         _check_kind(name, stored.dtype, buffer.dtype)
+        if saved.get("is_foreign") or stored.dtype != buffer.dtype:
+            found.add(name)
+    return frozenset(found)
 
 
 def _check_kind(name: str, stored: torch.dtype, here: torch.dtype) -> None:

@@ -307,7 +307,7 @@ def _load_values(
         saved["buffers"],
         training.state.device,
         lambda name: read(only=[literal(f"model.{name}")])["model"][name],
-        converts=saved.get("is_foreign", False),
+        converts=targets.buffers,
     )
     return _load_own(training, saved, read)
 

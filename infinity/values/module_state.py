@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,13 +111,13 @@ def load_buffers(
     device: torch.device,
     load: Callable[[str], torch.Tensor],
     *,
-    converts: bool,
+    converts: Collection[str],
 ) -> None:
     """Give values to buffers that are None here and were not, and take them from those that were.
-    ``load`` reads a buffer of the checkpoint. ``converts``: to all others, too, in their dtype.
+    ``load`` reads a buffer of the checkpoint. ``converts``: to these others, too, in their dtype.
     """
     for name, buffer in buffers_of(model).items():
-        if (buffer is None or converts) and theirs.get(name):
+        if (buffer is None or name in converts) and theirs.get(name):
             set_buffer(model, name, load(name).to(device))
         elif buffer is not None and not theirs.get(name, True):
             set_buffer(model, name, None)

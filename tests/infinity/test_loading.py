@@ -54,6 +54,39 @@ def test_load_of_what_was_not_trained_keeps_nothing_of_before(
         assert all(same_bits(value, other[name]) for name, value in first.items())
 
 
+def _normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(144, 144), nn.BatchNorm1d(144), nn.Linear(144, 8))
+
+
+@pytest.mark.parametrize("here", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("saved_in", [None, torch.bfloat16, torch.float16])
+def test_buffers_come_from_a_checkpoint_or_snapshot_of_another_compute_dtype(
+    saved_in: torch.dtype | None, here: torch.dtype | None, nvme: Path, tmp_path: Path
+) -> None:
+    saved = seeded(_normed, 1)
+    with infinity.offload(saved, nvme, optimizer=ADAMW, compute_dtype=saved_in) as offloaded:
+        _train(offloaded, saved, 5, saved_in)
+        offloaded.save(tmp_path / "saved")
+        offloaded.snapshot("saved")
+        expected = {
+            name: buffer.to(here or torch.float32) if buffer.is_floating_point() else buffer.clone()
+            for name, buffer in saved.named_buffers()
+        }
+    for take in ("load", "restore"):
+        model = seeded(_normed, 2)
+        with infinity.offload(model, nvme, optimizer=ADAMW, compute_dtype=here) as offloaded:
+            if take == "load":
+                offloaded.load(tmp_path / "saved")
+            else:
+                offloaded.restore("saved")
+            buffers = dict(model.named_buffers())
+            assert all(same_bits(expected[name], value) for name, value in buffers.items())
+            if take == "restore":
+                offloaded.drop_snapshot("saved")
+        parameters = dict(model.named_parameters())
+        assert all(same_bits(p, parameters[name]) for name, p in saved.named_parameters())
+
+
 def _train(
     offloaded: infinity.OffloadedModel, model: nn.Module, number: int, dtype: torch.dtype | None
 ) -> None:
