@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,8 @@ def test_options_that_are_tensors_are_exported_with_their_values(
     if makes == "a factory":
         options |= {"betas": (torch.tensor(0.75), torch.tensor(0.875)), "foreach": False}
         options["capturable"] = False
-        made: Any = lambda params: torch.optim.AdamW(params, **options)  # noqa: E731
-    else:
-        made = makes(**options)
+        makes = partial(partial, torch.optim.AdamW)
+    made = makes(**options)
     model = seeded(Model)
     with infinity.offload(model, nvme, optimizer=made, host_memory="256MiB") as offloaded:
         train(model, offloaded.step, batches())
