@@ -5,12 +5,14 @@ Whatever ranks do not agree on is told on every rank, by name, before anything i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +26,7 @@ from swap.interruptions.undo import Undo
 from swap.plan.rules import UpdateRule
 
 _SHORT = 200
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class RankDifferenceError(ValueError):
@@ -97,6 +100,24 @@ def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
                 )
 
 
+def told(value: object) -> str:
+    """What ranks compare of an option: all digits of a tensor, wherever it lies, and no address or
+    order of a set, which are those of a process.
+    """
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+        return f"tensor({value.detach().tolist()}, dtype={value.dtype})"
+    if isinstance(value, np.ndarray):
+        return f"array({value.tolist()}, dtype={value.dtype})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{told(key)}: {told(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        each = ", ".join(told(entry) for entry in value)
+        return f"[{each}]" if isinstance(value, list) else f"({each})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(told(entry) for entry in value))}}}"
+    return repr(value) if isinstance(value, str) else _ADDRESS.sub("", repr(value))
+
+
 def facts_of(
     model: nn.Module,
     records: Sequence[Record],
@@ -104,7 +125,7 @@ def facts_of(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What of a model and of options has to be the same on every rank."""
-    facts: dict[str, Any] = {name: repr(value) for name, value in options.items()}
+    facts: dict[str, Any] = {name: told(value) for name, value in options.items()}
     facts["the rule of updates"] = type(rule).__name__
     facts["the number of parameters"] = len(records)
     for record in records:

@@ -27,7 +27,7 @@ from checkpoint.ranks.coordinator import Coordinator, Operation, tell
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
-from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ranks
+from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ranks, told
 from infinity.ranks.collectives import CHANGE, NORM, STEP, VALUES, Ranks, as_bytes
 from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory, Weights
 from infinity.ranks.reductions import Reductions
@@ -226,15 +226,15 @@ class Zero3:
     ) -> None:
         self._step = max(steps)
         options = [
-            {key: repr(value) for key, value in group.items() if key != "params"}
+            {key: told(value) for key, value in group.items() if key != "params"}
             for group in groups
         ]
         groups_of = self._groups_of(groups)
         # Each rank has its slice of a changed gradient, and a copy of its own of a small one.
         changes = [(name, self._changes[name]) for name in sorted(self._changes)]
         arrivals = [self._arrivals.get(index, 0) for index in present]
-        told = (list(present), arrivals, list(steps), options, groups_of, changes)
-        digest = zlib.crc32(repr((told, sorted(factors.items()))).encode())
+        own = (list(present), arrivals, list(steps), options, groups_of, changes)
+        digest = zlib.crc32(repr((own, sorted(factors.items()))).encode())
         rows = self.ranks.meet(STEP, self._step, digest)
         if all(row[3] == digest for row in rows):
             return

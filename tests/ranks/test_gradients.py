@@ -302,3 +302,31 @@ def test_a_step_with_groups_of_other_parameters_on_a_rank_is_refused(tmp_path: P
     name = next(name for name, _ in gpt().named_parameters())
     told = f"RankDifferenceError: which parameter groups {name} is in is [0] on rank 0 and [1] on"
     assert all(text.startswith(told) for text in run_ranks(grouped_by_rank, tmp_path, 2))
+
+
+def options_by_rank(rank: int, folder: Path) -> list[str]:
+    """What a step says of groups with a rate that differs behind the digits that tensors show, and
+    of those with an object that lies elsewhere in memory on rank 1.
+    """
+    model = seeded(gpt)
+    marks = [object() for _ in range(2)]
+    told = []
+    with infinity.offload(
+        model, folder, process_group=world(), optimizer=infinity.AdamW()
+    ) as offloaded:
+        (group,) = offloaded.optimizer.param_groups
+        loss_of(model, rank).backward()
+        group["lr"] = torch.tensor(1e-2 + rank * 1e-6)
+        told.append(complaint(offloaded.step))
+        group |= {"lr": torch.tensor(1e-2), "mark": [marks[rank]], "names": {"a", "b"}}
+        told.append(complaint(offloaded.step))
+    return told
+
+
+def test_options_are_compared_by_all_their_digits_and_not_by_their_addresses(
+    tmp_path: Path,
+) -> None:
+    """Ranks updated small parameters with other rates, and nobody was told."""
+    for rate, mark in run_ranks(options_by_rank, tmp_path, 2):
+        assert rate.startswith("RankDifferenceError: lr of parameter group 0 is tensor(0.0099999")
+        assert mark == ""
