@@ -115,7 +115,8 @@ class Activations:
 
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are in memory for as long as the model is offloaded, saved or not."""
-        self._left_alone.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        strided = (tensor for tensor in tensors if tensor.layout == torch.strided)
+        self._left_alone.update(tensor.untyped_storage()._cdata for tensor in strided)
 
     def save(self, tensor: torch.Tensor) -> SavedActivation | None:
         """Take ``tensor``; None leaves it to autograd. Raises ``AioError`` when something could

@@ -88,7 +88,8 @@ class BufferConversion:
             module._buffers[name] = inside
 
     def __exit__(self, *_: object) -> None:
-        self._give_back()
+        if self in _open:  # what is there behind that may be a later block's
+            self._give_back()
         left = [self._now(place) for place in self._converted if self._begun.is_set()]
         if self in _open:  # this may be called again
             _open.remove(self)
@@ -107,6 +108,7 @@ class BufferConversion:
             if (buffer := self._now(place)) is not None
             and buffer is not each.before
             and not is_placeholder(buffer)
+            and not buffer.is_meta  # a program's
         ]
         # All before the first is written: one may lie in the memory of another.
         changes = [self._changes(each, buffer) for _, each, buffer, _ in ended]
@@ -115,6 +117,7 @@ class BufferConversion:
             for (_, each, buffer, is_ours), changed in zip(ended, changes, strict=True)
             if is_ours
             and changed is not None
+            and not (each.given is None and _is_none(changed))  # it may be read-only
             and _write(each.before, _back(each.came, buffer, changed))
         }
         for (place, each, buffer, is_ours), changed in zip(ended, changes, strict=True):
@@ -127,8 +130,9 @@ class BufferConversion:
                 self._put(place, before)  # by what was written into another
             elif is_ours and changed is not None:
                 self._put(place, _back(each.came, buffer, changed).to(before.device))
-            else:
-                self._put(place, buffer.to(before.device, before.dtype))
+            else:  # of a program, maybe: in the dtype that it chose
+                dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
+                self._put(place, buffer.to(before.device, dtype))
 
     def _now(self, place: _Place) -> torch.Tensor | None:
         """What is there for this block: a later one has put something of its own over it."""
@@ -172,7 +176,7 @@ class BufferConversion:
         if before.is_meta:
             return None
         came = self._convert(before)
-        if _kind(buffer) != _kind(came) or came.layout != torch.strided:
+        if _kind(buffer) != _kind(came) or not _has_bits(came):
             return None
         return (bits_of(buffer) != bits_of(came)).any(1).view(came.shape)
 
@@ -181,8 +185,14 @@ class BufferConversion:
         return buffer.to(self._device, dtype)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    shape = None if tensor.is_nested else tensor.shape
+    return shape, tensor.layout, tensor.dtype, tensor.device
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    is_strided = tensor.layout == torch.strided
+    return is_strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _is_none(changed: torch.Tensor | None) -> bool:

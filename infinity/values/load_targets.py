@@ -13,6 +13,7 @@ import torch
 from checkpoint.directory.locate import with_current_manifest
 from checkpoint.directory.relocation import Relocation
 from checkpoint.errors import CorruptCheckpointError
+from checkpoint.format.slices import may_overlap_itself
 from checkpoint.loading.into import check_into
 from checkpoint.outside import raised_as_they_are
 from checkpoint.plan.selection import Selection
@@ -99,20 +100,16 @@ def targets_of(
 def _converted_buffers(
     training: TrainingState, saved: Mapping[str, Any], read: Callable[..., Any]
 ) -> frozenset[str]:
-    leaves = checkpoint_tensors_of(training.model, training.records)
-    # They are of the compute dtype, as weights are.
-    is_same = all(
-        saved["dtypes"][leaf.name] == leaf.first.spec.dtype
-        for leaf in leaves
-        if saved["planes"][leaf.name]
-    )
-    if is_same and not saved.get("is_foreign"):
+    here = persistent_buffers(training.model)
+    names = [name for name in here if saved["buffers"].get(name)]
+    if not names:
         return frozenset()
+    tree = read(only=[literal(f"model.{name}") for name in names], map_location="meta")["model"]
     found = set()
-    for name, buffer in persistent_buffers(training.model).items():
-        if not saved["buffers"].get(name):
+    for name in names:
+        buffer, stored = here[name], tree[name]
+        if stored.dtype == buffer.dtype and not saved.get("is_foreign"):
             continue
-        stored = read(only=[literal(f"model.{name}")], map_location="meta")["model"][name]
         if stored.shape != buffer.shape:
             raise ValueError(
                 f"{name} has shape {list(stored.shape)} in the checkpoint, {list(buffer.shape)} in "
@@ -120,8 +117,13 @@ def _converted_buffers(
                 "saved"
             )
         _check_kind(name, stored.dtype, buffer.dtype)
-        if saved.get("is_foreign") or stored.dtype != buffer.dtype:
-            found.add(name)
+        is_strided = buffer.layout == torch.strided
+        if is_strided and may_overlap_itself(buffer.shape, buffer.stride()):
+            raise ValueError(
+                f"{name} is a buffer whose elements share memory with each other, as expanded ones "
+                "do, in the model, which is left as it was; give it memory by clone()"
+            )
+        found.add(name)
     return frozenset(found)
 
 

@@ -41,7 +41,8 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor | None) -> None:
     if buffer is None or value is None:
         module._buffers[own] = value
     else:
-        buffer.copy_(value)
+        with torch.inference_mode(buffer.is_inference()):  # torch refuses it elsewhere
+            buffer.copy_(value)
 
 
 def module_states(model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+"""Buffers after the block: as plain PyTorch leaves them, whatever a program put in their place."""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.values.buffers import BufferConversion
+from tests.support.scripts import Script
+
+_READ_ONLY = """
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+from torch import nn
+import infinity
+
+nvme, path = map(Path, sys.argv[1:])
+np.arange(8, dtype=np.float32).tofile(path)
+table = torch.from_numpy(np.memmap(path, dtype=np.float32, mode="r"))
+model = nn.Linear(2, 2)
+model.register_buffer("table", table)
+with infinity.offload(model, nvme, compute_dtype=torch.bfloat16):
+    assert model.table.dtype == torch.bfloat16
+assert model.table is table
+"""
+
+_PUT: dict[str, Callable[[], torch.Tensor]] = {
+    "whole numbers": lambda: torch.arange(4),
+    "more exact": lambda: torch.arange(4).double() / 3,
+    "complex": lambda: torch.arange(4.0) + 1j,
+    "conjugated": lambda: (torch.arange(4.0) + 1j).conj(),
+    "sparse": lambda: torch.arange(4.0).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.ones(4, device="meta"),
+}
+_CAME: dict[str, Callable[[], torch.Tensor]] = {
+    "floats": lambda: torch.arange(4.0) / 3,
+    "whole numbers": lambda: torch.zeros(4, dtype=torch.int64),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "quantized": _PUT["quantized"],
+}
+
+
+def _model(buffer: torch.Tensor) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("first", buffer)
+    model.register_buffer("last", torch.arange(3.0) / 3)
+    return model
+
+
+def test_unchanged_buffer_of_a_file_that_is_read_only_is_not_written(
+    nvme: Path, tmp_path: Path
+) -> None:
+    script = Script(_READ_ONLY, nvme, tmp_path / "table", ends_interpreter=True)
+    _, errors = script.end()
+    assert script.returncode == 0, errors
+
+
+def test_graph_from_before_the_block_has_the_buffers_that_it_saved(nvme: Path) -> None:
+    model = _model(torch.arange(4.0) / 3)
+    leaf = torch.ones(4, requires_grad=True)
+    loss = (leaf * model.get_buffer("first")).sum()
+    with infinity.offload(model, nvme, compute_dtype=torch.bfloat16):
+        pass
+    loss.backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, model.get_buffer("first"))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("came", _CAME)
+@pytest.mark.parametrize("name", _PUT)
+def test_tensor_put_in_the_place_of_a_buffer_stays_of_its_kind(
+    nvme: Path, name: str, came: str, dtype: torch.dtype | None
+) -> None:
+    model = _model(_CAME[came]())
+    last, put = model.get_buffer("last"), _PUT[name]()
+    with infinity.offload(model, nvme, compute_dtype=dtype):
+        model.first = put
+    assert model.get_buffer("first") is put
+    assert model.get_buffer("last") is last
+
+
+def test_interrupt_as_a_block_ends_leaves_a_later_one_the_buffers_that_they_share(
+    nvme: Path,
+) -> None:
+    shared = nn.BatchNorm1d(2, affine=False)
+    before = shared.running_mean
+    first, last = ExitStack(), ExitStack()
+    for blocks in (first, last):
+        model = nn.Sequential(nn.Linear(2, 2), shared)
+        blocks.enter_context(infinity.offload(model, nvme, compute_dtype=torch.bfloat16))
+    inside = shared.running_mean
+    assert inside is not None
+    inside.add_(1)
+
+    def watch(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not BufferConversion.__exit__.__code__:
+            return watch if event == "call" else None
+        if event == "return":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return watch
+
+    sys.settrace(watch)
+    with pytest.raises(KeyboardInterrupt):
+        first.close()
+    assert shared.running_mean is inside
+    last.close()
+    assert shared.running_mean is before
+    assert torch.equal(before, torch.ones(2))
+
+
+@pytest.mark.parametrize("saved_in", [None, torch.bfloat16])
+def test_buffers_beside_weights_of_the_compute_dtype_load_under_another(
+    nvme: Path, tmp_path: Path, saved_in: torch.dtype | None
+) -> None:
+    here = torch.bfloat16 if saved_in is None else None
+    for dtype in (saved_in, here):
+        model = _model(torch.arange(4.0) if dtype is saved_in else torch.zeros(4))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        with infinity.offload(model, nvme, compute_dtype=dtype) as offloaded:
+            if dtype is saved_in:
+                offloaded.save(tmp_path / "saved")
+                offloaded.snapshot("saved")
+                continue
+            for take in (
+                lambda: offloaded.load(tmp_path / "saved"),
+                lambda: offloaded.restore("saved"),
+            ):
+                model.get_buffer("first").zero_()
+                take()
+                assert model.get_buffer("first").dtype == (here or torch.float32)
+                assert model.get_buffer("first").tolist() == [0, 1, 2, 3]
+            offloaded.drop_snapshot("saved")
+
+
+@pytest.mark.parametrize("name", ["expanded", "of inference"])
+def test_buffer_that_torch_does_not_write_to_is_loaded_or_refused_before_anything_is(
+    nvme: Path, tmp_path: Path, name: str
+) -> None:
+    with infinity.offload(_model(torch.ones(4)), nvme, compute_dtype=torch.bfloat16) as offloaded:
+        offloaded.save(tmp_path / "saved")
+    with torch.inference_mode(name == "of inference"):
+        buffer = torch.zeros(4)
+    model = _model(torch.zeros(1).expand(4) if name == "expanded" else buffer)
+    with infinity.offload(model, nvme) as offloaded:
+        if name == "expanded":
+            with pytest.raises(ValueError, match=r"first .*, which is left as it was"):
+                offloaded.load(tmp_path / "saved")
+            offloaded.save(tmp_path / "still")  # nothing is mixed
+        else:
+            offloaded.load(tmp_path / "saved")
+            assert model.get_buffer("first").tolist() == [1, 1, 1, 1]
