@@ -19,6 +19,7 @@ import infinity
 from infinity.arguments import Directories
 from infinity.block import OffloadBlock
 from infinity.model import training_of
+from infinity.optim.torch_optimizer.probing import check_made_state
 from infinity.optim.torch_optimizer.workers import share_hooks
 from infinity.parameters.compiled import NamesOfModules
 from infinity.values.checkpoint_tensors import checkpoint_tensors_of
@@ -126,10 +127,7 @@ def choice_of(
 
 def _check(made: torch.optim.Optimizer, model: nn.Module) -> None:
     if any(made.state.values()):
-        raise ValueError(
-            f"the {type(made).__name__} has state from steps in memory, which cannot be taken "
-            "over; prepare it before its first step"
-        )
+        _check_state(made)
     grouped = {id(p) for group in made.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in grouped:
@@ -140,6 +138,19 @@ def _check(made: torch.optim.Optimizer, model: nn.Module) -> None:
         grouped.discard(id(parameter))
     if grouped:
         raise ValueError("the optimizer has parameters that are not of the model to be offloaded")
+
+
+def _check_state(made: torch.optim.Optimizer) -> None:
+    """Raises ``ValueError`` for state that is not what the class makes when it is called."""
+    try:
+        if is_native(made):
+            raise ValueError("torch.optim.AdamW makes none before its first step")
+        check_made_state(made)
+    except ValueError as error:
+        raise ValueError(
+            f"the {type(made).__name__} has state from steps in memory, which cannot be taken "
+            f"over; prepare it before its first step ({error})"
+        ) from error
 
 
 def names_of(model: nn.Module, made: torch.optim.Optimizer) -> list[list[str]]:

@@ -36,13 +36,23 @@ def plain(tmp_path: Path) -> Plain:
     return Plain(tmp_path)
 
 
-@pytest.mark.parametrize("names", [("model", "optim"), ("app.model", "app.optimizer")])
+PLACES = [
+    ("model", "optim"),
+    ("app.model", "app.optimizer"),
+    ("state.model", "state.optim"),
+    ("train.state", "train.optim"),
+    ("state.model", "optim"),
+]
+
+
+@pytest.mark.parametrize("names", PLACES)
 def test_distributed_checkpoint_goes_on(
     names: tuple[str, str], plain: Plain, nvme: Path, tmp_path: Path
 ) -> None:
     weights, state = get_state_dict(plain.model, plain.optimizer)
     saved_by_torch(dict(zip(names, (weights, state), strict=True)), tmp_path / "dcp")
-    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", plain.weights)
+    save_file(Model().state_dict(), tmp_path / "others.safetensors")
+    run("import", tmp_path / "dcp", tmp_path / "ours", "--model", tmp_path / "others.safetensors")
     assert_goes_on_as(plain, tmp_path / "ours", nvme, **OPTIONS)
 
 

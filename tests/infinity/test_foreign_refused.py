@@ -16,6 +16,7 @@ from infinity.cli import main
 from tests.support.foreign_runs import Plain, saved_by_torch
 
 Kept = dict[str, Any]
+Change = tuple[Callable[[str, Kept], Kept], str]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,15 @@ def _after_infinite_steps(_: str, kept: Kept) -> Kept:
     return {**kept, "step": torch.tensor(float("inf"))}
 
 
-CHANGES = {
+def _sparse(_: str, kept: Kept) -> Kept:
+    return {**kept, "exp_avg": kept["exp_avg"].to_sparse()}
+
+
+def _without_values(_: str, kept: Kept) -> Kept:
+    return {**kept, "exp_avg": kept["exp_avg"].to("meta")}
+
+
+CHANGES: dict[str, Change] = {
     "a moment missing": (_without_a_moment, "keeps exp_avg_sq, step of up.weight, which is not"),
     "two optimizers": (_of_two_optimizers, "keeps momentum_buffer"),
     "steps that are no number": (_after_infinite_steps, "has no number of steps"),
@@ -64,11 +73,18 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+OF_FILES: dict[str, Change] = {
+    "a sparse moment": (_sparse, "exp_avg.pt keeps a tensor as a sparse_coo tensor"),
+    "a moment without values": (_without_values, "exp_avg.pt keeps a tensor on the meta device"),
+}
+"""Tensors that `torch.save` writes."""
+
+
+@pytest.mark.parametrize("change", CHANGES | OF_FILES)
 def test_a_universal_checkpoint_with_other_state_is_refused(
     change: str, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed, text = CHANGES[change]
+    changed, text = (CHANGES | OF_FILES)[change]
     states = _states(plain, changed)
     for name, parameter in plain.model.named_parameters():
         folder = tmp_path / "universal" / "zero" / name
@@ -137,6 +153,14 @@ def test_names_that_a_terminal_would_act_upon_are_escaped(
         ("state", None, "not those of a state dict"),
         ("param_groups", [3], "not those of a state dict"),
         ("param_groups", [{"lr": 0.1}], "not those of a state dict"),
+        ("param_groups", [{"params": 3}], "not those of a state dict"),
+        ("param_groups", [{"params": [[0]]}], "not those of a state dict"),
+        ("param_groups", [{"params": [0], "param_names": None}], "not those of a state dict"),
+        ("param_groups", [{"params": [0], "param_names": [3]}], "not those of a state dict"),
+        ("param_groups", [{"params": [0], 7: 0.1}], "its options are 7"),
+        ("state", {0: None}, "not those of a state dict"),
+        ("exp_avg", torch.ones(3, device="meta"), "on the meta device, which has no values"),
+        ("exp_avg_sq", torch.eye(3).to_sparse(), "as a sparse_coo tensor; save it dense"),
         ("step", torch.tensor(float("inf")), "no number of steps"),
         ("step", None, "no number of steps"),
     ],
@@ -150,8 +174,8 @@ def test_a_file_that_has_but_the_names_of_a_state_dict_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     state = plain.optimizer.state_dict()
-    if place == "step":
-        state["state"] = {key: {**kept, "step": value} for key, kept in state["state"].items()}
+    if place in ("step", "exp_avg", "exp_avg_sq"):
+        state["state"] = {key: {**kept, place: value} for key, kept in state["state"].items()}
     else:
         state[place] = value
     torch.save(state, tmp_path / "optimizer.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,8 @@ def _prepared(made: Callable[[Gpt], Any], **options: Any) -> Callable[[Path], No
     return prepare
 
 
-def _stepped(model: Gpt) -> list[Any]:
-    optimizer = fused(model.parameters(), lr=1e-2)
+def _stepped(model: Gpt, make: Callable[..., torch.optim.Optimizer] = fused) -> list[Any]:
+    optimizer = make(model.parameters(), lr=1e-2)
     loss_of(model, torch.zeros(2, 16, dtype=torch.long)).backward()
     optimizer.step()
     return [optimizer]
@@ -241,6 +242,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"blocks.0.* is in no group.*requires_grad_\(False\)",
     ),
     "after steps": (_prepared(_stepped), "state from steps in memory"),
+    "state after steps": (
+        _prepared(partial(_stepped, make=torch.optim.Adagrad)),
+        "the Adagrad has state from steps in memory",
+    ),
     "of another": (_prepared(_of_another), "not of the model"),
     "LBFGS": (_prepared(lambda m: [torch.optim.LBFGS(m.parameters())]), "LBFGS"),
     "state_dtype": (

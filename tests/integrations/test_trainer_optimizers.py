@@ -39,6 +39,11 @@ def _sgd(model: LlamaForCausalLM) -> tuple[Any, Any]:
     return optimizer, lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[2])
 
 
+def _adagrad(model: LlamaForCausalLM) -> tuple[Any, Any]:
+    """Which has state before its first step."""
+    return torch.optim.Adagrad(_groups(model), lr=1e-2, initial_accumulator_value=0.1), None
+
+
 def _alone(model: LlamaForCausalLM) -> tuple[Any, Any]:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), None
 
@@ -59,7 +64,7 @@ def _given(kind: Any, folder: Path, make: Any, *, trainings: int = 1, **more: An
     return Run(logged, values_of(model))
 
 
-@pytest.mark.parametrize("make", [_adamw, _sgd, _alone])
+@pytest.mark.parametrize("make", [_adamw, _sgd, _adagrad, _alone])
 def test_optimizer_and_scheduler_that_are_given_are_those_in_memory(
     tmp_path: Path, nvme: Path, make: Any
 ) -> None:

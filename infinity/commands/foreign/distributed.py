@@ -114,7 +114,7 @@ def read_distributed(path: Path, model: nn.Module) -> ForeignState:
     names = [name for name, _ in model.named_parameters()]
     _check_named(_first_moments(found), path)
     of_state = _prefix(_first_moments(found), names, path)
-    of_model = _prefix(_weights(found), names, path)
+    of_model = _prefix(_weights(found, of_state), names, path)
     kept = _kept(found)
     moments, steps = {}, {}
     for name in names:
@@ -154,9 +154,14 @@ def _first_moments(found: _Checkpoint) -> list[str]:
     return [key.removesuffix(ending) for key in found.entries if key.endswith(ending)]
 
 
-def _weights(found: _Checkpoint) -> list[str]:
+def _weights(found: _Checkpoint, of_state: str) -> list[str]:
+    """Tensors that are none of the optimizer's. Its place tells them, and not the word `state`,
+    which may be in any other name, or what programs call all that they save.
+    """
     return [
-        key for key in found.entries if ".state." not in f".{key}" and found.shape(key) is not None
+        key
+        for key in found.entries
+        if found.shape(key) is not None and not (of_state and key.startswith(of_state))
     ]
 
 

@@ -35,10 +35,20 @@ def check_kept(kept: Iterable[str], name: object, source: object) -> None:
 def check_moments(
     kept: Mapping[str, Any], name: object, source: object, *dtypes: torch.dtype
 ) -> None:
-    """Raises ``ValueError`` for moments that are no tensors of one of these dtypes."""
+    """Raises ``ValueError`` for moments that are no tensors of one of these dtypes, with values."""
     for part in MOMENTS:
         dtype = getattr(kept[part], "dtype", type(kept[part]).__name__)
         check_dtype(dtype, f"{part} of {name}", source, *dtypes)
+        check_dense(kept[part], f"{part} of {name}", source)
+
+
+def check_dense(tensor: torch.Tensor, what: str, source: object) -> None:
+    """Raises ``ValueError`` for a tensor that has no values, or has them in no order of its own."""
+    if tensor.is_meta:
+        raise ValueError(f"{source} keeps {what} on the meta device, which has no values")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else _told(tensor.layout)
+        raise ValueError(f"{source} keeps {what} as a {layout} tensor; save it dense")
 
 
 def check_dtype(dtype: object, what: str, source: object, *dtypes: torch.dtype) -> None:
@@ -69,7 +79,7 @@ def check_options(group: Mapping[str, Any], source: object) -> None:
     if not group.keys() >= _ADAMW or group["amsgrad"] or "momentum_decay" in group:
         raise ValueError(
             f"{source} is not of AdamW without amsgrad: its options are "
-            f"{', '.join(sorted(key for key in group if key not in NOT_OPTIONS))}"
+            f"{', '.join(sorted(str(key) for key in group if key not in NOT_OPTIONS))}"
         )
     _check_decay(group, source)
 

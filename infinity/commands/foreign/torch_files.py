@@ -69,12 +69,22 @@ def read_torch_file(path: Path, model: nn.Module, *, is_ordered: bool) -> Foreig
 
 def _check_form(state: Any, groups: Any, path: Path) -> None:
     """Raises ``ValueError`` for what only has the names of a state dict."""
-    is_whole = isinstance(state, Mapping) and isinstance(groups, Sequence)
-    if not is_whole or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+    is_state = isinstance(state, Mapping) and all(isinstance(s, Mapping) for s in state.values())
+    if not is_state or not isinstance(groups, Sequence) or not all(map(_is_group, groups)):
         raise ValueError(
             f"{path} has `state` and `param_groups` that are not those of a state dict of an "
             "optimizer; save optimizer.state_dict()"
         )
+
+
+def _is_group(group: Any) -> bool:
+    """Whether parameters have a number or a name, and in ``param_names``, where that is, a name."""
+    if not isinstance(group, Mapping):
+        return False
+    keys, names = group.get("params"), group.get("param_names", [])
+    if not isinstance(keys, list | tuple) or not isinstance(names, list | tuple):
+        return False
+    return all(isinstance(k, int | str) for k in keys) and all(isinstance(n, str) for n in names)
 
 
 def optimizer_in(found: Any, path: Path) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from infinity.commands.foreign.state import (
     WIDENED,
     ForeignState,
     as_float32,
+    check_dense,
     check_dtype,
     check_kept,
     step_count,
@@ -78,6 +79,7 @@ def _tensor(file: Path, parameter: nn.Parameter) -> Any:
     if not isinstance(found, torch.Tensor):
         raise ValueError(f"{file} has no tensor, alone or as `param` of a dict")
     check_dtype(found.dtype, "a tensor", file, *WIDENED)
+    check_dense(found, "a tensor", file)
     if found.dim() == 1 and found.numel() == parameter.numel():
         found = found.view(parameter.shape)
     return as_float32(found)
