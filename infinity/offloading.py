@@ -22,7 +22,7 @@ from infinity.arguments import (
     warn_of_rounding,
 )
 from infinity.autograd.lost_values import check_not_held
-from infinity.autograd.refusals import check_model
+from infinity.autograd.refusals import AfterBlock, check_model
 from infinity.block import Claim, OffloadBlock
 from infinity.model import OffloadedModel
 from infinity.optim.adamw import AdamW
@@ -69,6 +69,11 @@ from swap.storage.drives.directory import reclaim
 from swap.tiered import TieredState
 
 _DEFAULT_OPTIMIZER = AdamW()
+_HOLDS_MEMORY = (
+    *("state", "gradients", "rank_context", "activations", "residency", "versions"),
+    *("loans", "_saved", "_views", "_hooks", "_phases", "_restoring"),
+)
+"""Of a training, what leads to host memory."""
 
 
 def offload(
@@ -223,6 +228,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
             run=_name_of_run(ranks),
         )
     )
+    undo.callback(partial(_let_go, training))
     with on_all_ranks(ranks):
         fill_all(state, records, values, rank_context, memory_bytes=training.checkpoint_bytes)
     rank_context.agree_on_values()
@@ -233,6 +239,13 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     _wait_for_others(undo, training, snapshots)
     give_back_freed_memory()  # which the model had its values in
     return OffloadedModel(training, snapshots)
+
+
+def _let_go(training: Training) -> None:
+    """The last of the end: a program has ``offloaded`` and its optimizer still, as a rule for as
+    long as it runs, and all host memory of the block would stay taken.
+    """
+    vars(training).update(dict.fromkeys(_HOLDS_MEMORY, AfterBlock()))
 
 
 def _take_over(undo: Undo, model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from infinity.autograd.kept_views import KeptViews
 from infinity.autograd.modifying import Loans
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.phases import Passes, Phases
-from infinity.autograd.refusals import check_use
+from infinity.autograd.refusals import check_use, refusal_after_block
 from infinity.autograd.residency import ModuleResidency
 from infinity.autograd.saved_tensors import SavedTensors
 from infinity.autograd.versions import Versions
@@ -119,9 +119,7 @@ class Training:
         """Raises ``RuntimeError`` after the block, and in another process."""
         check_process(self._process, f"the offloaded {what}")
         if not self._open:
-            raise RuntimeError(
-                "the model is not offloaded any more: use it inside the `with` block"
-            )
+            raise refusal_after_block()
 
     def check_unchanged(self) -> None:
         """Raises ``RuntimeError`` naming a parameter that was changed in place, or is new."""
@@ -227,7 +225,8 @@ class Training:
         return updates_for(present, options, self.records, self.steps)
 
     def clear_gradients(self) -> None:
-        self.gradients.clear()
+        if self._open:
+            self.gradients.clear()
 
     def describe_state(self) -> dict[str, Any]:
         self.check_whole()

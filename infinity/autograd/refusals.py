@@ -264,3 +264,14 @@ def check_late(what: str, needed_bytes: int, room_bytes: int) -> None:
             f"of weights at once, where this budget has room for {room_bytes}; compile it before "
             "the block, whose least budget counts that then, or give more host_memory"
         )
+
+
+class AfterBlock:
+    """In the place of what a block was made of, once that has ended."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise refusal_after_block()
+
+
+def refusal_after_block() -> RuntimeError:
+    return RuntimeError("the model is not offloaded any more: use it inside the `with` block")

@@ -163,10 +163,14 @@ class StateStore:
         room.components.write(room.index, name, start, values)
 
     def close(self) -> None:
-        """Remove the swap files. Idempotent; raises nothing that happened in the background."""
+        """Remove the swap files, and let go of all memory. Idempotent; raises nothing that happened
+        in the background.
+        """
         self._sweeps.let_end()
         self._undo.close()
         self.links.clear()  # which may hold weights and gradients of a step that was stopped
+        self._groups, self._rooms, self._passage = [], [], None
+        self._sweeps = Sweeps(self.timeline)
 
     # Making room.
 
