@@ -5,7 +5,10 @@ have one tile at a time in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -21,6 +24,30 @@ CHILD = "tiles"
 """What a module calls the ``TileList`` of its parameters."""
 
 _OF_TILE = re.compile(r"(^|\.)tiles\.\d+\.(\w+)$")
+
+
+class _Walk(threading.local):
+    """How this thread sees the parameters of modules that it walks over."""
+
+    sees_wholes = False
+
+
+_walk = _Walk()
+
+
+def sees_wholes() -> bool:
+    """Whether modules have their parameters as without tiles for this thread now."""
+    return _walk.sees_wholes
+
+
+@contextmanager
+def seeing(*, wholes: bool) -> Iterator[None]:
+    """Modules have their parameters as without tiles inside, or have tiles, for this thread."""
+    before, _walk.sees_wholes = _walk.sees_wholes, wholes
+    try:
+        yield
+    finally:
+        _walk.sees_wholes = before
 
 
 def whole_name(name: str) -> str:
@@ -55,6 +82,11 @@ class Tile(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """What is loaded was cut for it, also by a function that is applied to modules."""
+        with seeing(wholes=False):
+            super()._load_from_state_dict(*args)
 
 
 def rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
@@ -107,6 +139,36 @@ class TileList(nn.ModuleList):
     def names(self) -> list[str]:
         """The parameters that there are tiles of."""
         return list(dict.fromkeys(tile.name for tile in self if isinstance(tile, Tile)))
+
+
+def _apply_to_wholes(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """In the place of the method of a ``module`` that has tiles, or whose children have: ``fn``
+    walks over parameters as without tiles.
+    """
+    with seeing(wholes=True):
+        return type(module).apply(module, fn)
+
+
+class AppliesToWholes:
+    """Context manager: ``apply`` is so in all modules of ``model`` that have tiles inside, or whose
+    children have, but where a program put its own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._put: dict[nn.Module, object] = {}
+
+    def __enter__(self) -> None:
+        for module in self._model.modules():
+            has_tiles = any(isinstance(inner, TileList) for inner in module.modules())
+            if has_tiles and not isinstance(module, TileList) and "apply" not in vars(module):
+                self._put[module] = method = partial(_apply_to_wholes, module)
+                vars(module)["apply"] = method
+
+    def __exit__(self, *_: object) -> None:
+        for module, method in self._put.items():
+            if vars(module).get("apply") is method:
+                del vars(module)["apply"]
 
 
 def refused_as_whole(whole: Any, shape: torch.Size, key: str, errors: list[str]) -> bool:
