@@ -169,7 +169,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
     with on_all_ranks(ranks):
-        _take_over(undo, model)
+        claim = _take_over(undo, model)
         snapshots = _reclaimed(options.directories)
         records = records_of(model, dtype)
         values = values_for(model, records, options.weights)
@@ -181,6 +181,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
                 dtype,
                 device=options.device,
                 is_partitioned=ranks is not None,
+                claim=claim.take,
             )
             undo.enter_context(tiling)
             records = records_of(model, dtype)
@@ -235,7 +236,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     return OffloadedModel(training, snapshots)
 
 
-def _take_over(undo: Undo, model: nn.Module) -> None:
+def _take_over(undo: Undo, model: nn.Module) -> Claim:
     """No other block takes any of ``model`` from now on, until all of this one has ended."""
     check_model(model)
     claim = Claim()
@@ -243,6 +244,7 @@ def _take_over(undo: Undo, model: nn.Module) -> None:
     claim.take(model.named_parameters())
     undo.enter_context(NamesOfModules(model))
     check_not_held(model)
+    return claim
 
 
 def _wait_for_others(undo: Undo, training: Training, snapshots: Snapshots) -> None:

@@ -8,7 +8,7 @@ tiles.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from types import TracebackType
 from typing import Any
 
@@ -43,7 +43,8 @@ class Tiling:
     several of them share one, and of experts of transformers, none of which is cut itself.
     Left whole, with one warning that says why, is every other parameter that is larger. Raises
     ``ValueError`` for a bound that is less than one row of a weight, before anything is changed.
-    ``device``: where weights are computed with; None: where they are.
+    ``device``: where weights are computed with; None: where they are. ``claim`` is given the tiles
+    before the model has them, so that they are of no other block that begins meanwhile.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Tiling:
         *,
         device: torch.device | None = None,
         is_partitioned: bool = False,
+        claim: Callable[[Iterable[tuple[str, nn.Parameter]]], None] = lambda _: None,
     ) -> None:
         self._model = model
+        self._claim = claim
         self._records = records
         self._compute_dtype = compute_dtype
         self._device = device
@@ -73,6 +76,7 @@ class Tiling:
         for make in self._chosen:
             cut = make()
             self._cuts.append(cut)
+            self._claim((cut.name, tile.parameter) for tile in cut.tiles)
             cut.replace()
             cut.hand_over()
         self._applies.__enter__()
