@@ -20,7 +20,7 @@ from infinity.parameters.compiled import compiled_blocks
 from infinity.parameters.first_values import StoredValues, Values
 from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS, Record, compute_dtype_of
 from infinity.tiling.cut_weights import CutWeight
-from infinity.tiling.tile import CHILD, AppliesToWholes, Owner
+from infinity.tiling.tile import CHILD, Owner, WalksOverWholes
 from infinity.tiling.tiled_linear import TiledLinear, rows_of, tiles_within
 from swap.tiers import format_bytes
 
@@ -65,7 +65,7 @@ class Tiling:
         self._device = device
         self._is_partitioned = is_partitioned
         self._cuts: list[CutWeight] = []
-        self._applies = AppliesToWholes(model)
+        self._walks = WalksOverWholes(model)
         layers = (module for module in model.modules() if isinstance(module, TiledLinear))
         self._tiles = {id(tile) for layer in layers for tile in layer.tiles}
         self._compiled = {inner for block in compiled_blocks(model) for inner in block.modules()}
@@ -79,7 +79,7 @@ class Tiling:
             self._claim((cut.name, tile.parameter) for tile in cut.tiles)
             cut.replace()
             cut.hand_over()
-        self._applies.__enter__()
+        self._walks.__enter__()
         return self
 
     def __exit__(
@@ -88,7 +88,7 @@ class Tiling:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._applies.__exit__(kind, error, trace)
+        self._walks.__exit__(kind, error, trace)
         # What a RestoreError on its way has yet to give back, in retry(), it gives to the tiles.
         missing = {id(parameter) for parameter in getattr(error, "_lost", tuple)()}
         while self._cuts:

@@ -141,34 +141,39 @@ class TileList(nn.ModuleList):
         return list(dict.fromkeys(tile.name for tile in self if isinstance(tile, Tile)))
 
 
-def _apply_to_wholes(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """In the place of the method of a ``module`` that has tiles, or whose children have: ``fn``
-    walks over parameters as without tiles.
-    """
+_WALKING = ("apply", "reset_parameters", "_reset_parameters")
+"""Methods of modules that walk over parameters of their own and of their children."""
+
+
+def _seeing_wholes(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a ``method`` of a module that has tiles, or whose children have."""
     with seeing(wholes=True):
-        return type(module).apply(module, fn)
+        return getattr(type(module), method)(module, *args, **kwargs)
 
 
-class AppliesToWholes:
-    """Context manager: ``apply`` is so in all modules of ``model`` that have tiles inside, or whose
-    children have, but where a program put its own.
+class WalksOverWholes:
+    """Context manager: what initialises modules of ``model`` that have tiles inside, or whose
+    children have, walks over parameters as without tiles, unless an instance has its own method.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._put: dict[nn.Module, object] = {}
+        self._put: dict[tuple[nn.Module, str], object] = {}
 
     def __enter__(self) -> None:
         for module in self._model.modules():
             has_tiles = any(isinstance(inner, TileList) for inner in module.modules())
-            if has_tiles and not isinstance(module, TileList) and "apply" not in vars(module):
-                self._put[module] = method = partial(_apply_to_wholes, module)
-                vars(module)["apply"] = method
+            if not has_tiles or isinstance(module, TileList):
+                continue
+            for name in _WALKING:
+                if callable(getattr(type(module), name, None)) and name not in vars(module):
+                    self._put[module, name] = method = partial(_seeing_wholes, module, name)
+                    vars(module)[name] = method
 
     def __exit__(self, *_: object) -> None:
-        for module, method in self._put.items():
-            if vars(module).get("apply") is method:
-                del vars(module)["apply"]
+        for (module, name), method in self._put.items():
+            if vars(module).get(name) is method:
+                del vars(module)[name]
 
 
 def refused_as_whole(whole: Any, shape: torch.Size, key: str, errors: list[str]) -> bool:

@@ -184,6 +184,20 @@ def test_a_function_that_is_applied_walks_over_parameters_as_without_tiles(
     assert "apply" not in vars(model) | vars(model.up)
 
 
+def test_modules_that_reset_all_of_their_parameters_do_so_as_without_tiles(nvme: Path) -> None:
+    """Weights were drawn by the rows of tiles."""
+    found = []
+    for bound in (None, BOUND):
+        model = nn.Transformer(WIDTH, 4, 1, 1, INNER, batch_first=True)
+        with offload(model, nvme, max_parameter_bytes=bound) as offloaded:
+            torch.manual_seed(1)
+            with offloaded.gathered(modify=True):
+                model._reset_parameters()
+        found.append({k: v for k, v in model.state_dict().items() if v.dim() > 1})
+        assert "_reset_parameters" not in vars(model)
+    assert same_values(*found)
+
+
 def test_a_function_that_raises_as_it_is_applied_leaves_the_tiles(nvme: Path) -> None:
     def fail(module: nn.Module) -> None:
         raise KeyError(type(module).__name__)
