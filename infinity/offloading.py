@@ -174,7 +174,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     """Offload ``model``; ``undo`` undoes all of it."""
     dtype = options.compute_dtype
     with on_all_ranks(ranks):
-        _take_over(undo, model)
+        claim = _take_over(undo, model)
         snapshots = _reclaimed(options.directories)
         records = records_of(model, dtype)
         values = values_for(model, records, options.weights)
@@ -186,6 +186,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
                 dtype,
                 device=options.device,
                 is_partitioned=ranks is not None,
+                claim=claim.take,
             )
             undo.enter_context(tiling)
             records = records_of(model, dtype)
@@ -245,10 +246,11 @@ def _let_go(training: Training) -> None:
     """The last of the end: a program has ``offloaded`` and its optimizer still, as a rule for as
     long as it runs, and all host memory of the block would stay taken.
     """
+    assert vars(training).keys() >= {*_HOLDS_MEMORY}
     vars(training).update(dict.fromkeys(_HOLDS_MEMORY, AfterBlock()))
 
 
-def _take_over(undo: Undo, model: nn.Module) -> None:
+def _take_over(undo: Undo, model: nn.Module) -> Claim:
     """No other block takes any of ``model`` from now on, until all of this one has ended."""
     check_model(model)
     claim = Claim()
@@ -256,6 +258,7 @@ def _take_over(undo: Undo, model: nn.Module) -> None:
     claim.take(model.named_parameters())
     undo.enter_context(NamesOfModules(model))
     check_not_held(model)
+    return claim
 
 
 def _wait_for_others(undo: Undo, training: Training, snapshots: Snapshots) -> None:

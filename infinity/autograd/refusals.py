@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -13,8 +13,12 @@ from infinity.parameters.compiled import is_compiled, is_wrapper
 from infinity.parameters.offloaded.handlers import check_not_moving
 from infinity.parameters.offloaded.parameter import OffloadedParameter, cannot_be_copied
 from infinity.parameters.offloaded.placeholders import check_not_transformed
+from infinity.tiling.tile import CHILD, Tile, TileList, sees_wholes
 from infinity.tiling.weight import TiledWeight
 from swap.interruptions.undo import Undo
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_keys, dict_values
 
 _AVERAGING = "offload the plain model and pass process_group=torch.distributed.group.WORLD"
 _WRAPPERS = {
@@ -144,15 +148,14 @@ class WatchedParameters(dict[str, Any]):
     experts one there): it has them then.
 
     Of what is in tiles it knows the names alone: what stands for it is among the ``attributes`` of
-    the module.
+    the module. A thread that sees wholes walks over these, and over none of the tiles.
     """
 
-    def __init__(
-        self, parameters: dict[str, Any], host: _Host, attributes: dict[str, Any] | None = None
-    ) -> None:
-        super().__init__(parameters)
+    def __init__(self, module: nn.Module, host: _Host) -> None:
+        super().__init__(module._parameters)
         self._host = host
-        self._attributes = {} if attributes is None else attributes
+        self._attributes = vars(module)
+        self._is_of_tile = isinstance(module, Tile)
         self._tiled = _in_tiles(self._attributes)
         self._parametrized: dict[str, Any] = {}
 
@@ -163,6 +166,15 @@ class WatchedParameters(dict[str, Any]):
         if isinstance(parameter, OffloadedParameter):
             self._host.visit(parameter.offload_index)
         return parameter
+
+    def keys(self) -> dict_keys[str, Any]:
+        return self._wholes().keys() if sees_wholes() else super().keys()
+
+    def values(self) -> dict_values[str, Any]:
+        return self._wholes().values() if sees_wholes() else super().values()
+
+    def items(self) -> dict_items[str, Any]:
+        return self._wholes().items() if sees_wholes() else super().items()
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self._tiled
@@ -190,6 +202,15 @@ class WatchedParameters(dict[str, Any]):
             f"{self._full_name(name)} cannot be removed while the model is offloaded; change the "
             "model before the block, or after it (a trainer ends it by close())"
         )
+
+    def _wholes(self) -> dict[str, Any]:
+        """What a module has without tiles, in that order; a tile has nothing."""
+        if self._is_of_tile:
+            return {}
+        found = dict(dict.items(self)) | self._tiled
+        tiles = self._attributes["_modules"].get(CHILD) if self._tiled else None
+        order = tiles.order if isinstance(tiles, TileList) else ()
+        return {name: found[name] for name in dict.fromkeys([*order, *found]) if name in found}
 
     def _full_name(self, name: str) -> str:
         """Of a parameter that is here now; a new one has no other than its own."""
@@ -219,7 +240,7 @@ class Watched:
                 continue
             if module._parameters or _in_tiles(vars(module)):
                 self._modules.append((module, module._parameters))
-                module._parameters = WatchedParameters(module._parameters, host, vars(module))
+                module._parameters = WatchedParameters(module, host)
 
     def end_of(self, modules: Collection[nn.Module]) -> None:
         """These are not watched any more. Idempotent."""

@@ -5,7 +5,6 @@ starts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +37,7 @@ from infinity.planning.placing import (
 )
 from infinity.planning.typical import typical_model
 from infinity.tiling.layers import Tiling
+from swap.interruptions.undo import Undo
 from swap.plan.placement import Placement
 from swap.plan.traffic import traffic_of
 from swap.storage.drives.bandwidth import Bandwidth, measure
@@ -283,14 +283,14 @@ def _demand(
         raise TypeError(
             f"{model!r} is neither an nn.Module nor a whole number of parameters; {remedy}"
         )
-    with ExitStack() as stack:
+    with Undo() as undo:  # which ends what an interrupt kept from beginning, too
         whole: nn.Module = typical_model(model) if isinstance(model, int) else model
         if isinstance(model, int):
             compute_dtype = compute_dtype or torch.bfloat16
             whole.requires_grad_(optimizer is not None)
         records = records_of(whole, compute_dtype)
         if bound is not None:
-            stack.enter_context(Tiling(whole, records, bound, compute_dtype))
+            undo.enter_context(Tiling(whole, records, bound, compute_dtype))
         records = records_of(whole, compute_dtype, world_size=world_size)
         rule, _ = rule_for(optimizer, records)
         demand = demand_of(

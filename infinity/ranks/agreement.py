@@ -5,14 +5,12 @@ Whatever ranks do not agree on is told on every rank, by name, before anything i
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,12 +19,12 @@ from checkpoint.errors import RankFailedError
 from checkpoint.transfer.memory import machine
 from infinity.parameters.records import Record
 from infinity.ranks.collectives import Ranks
+from infinity.ranks.options import told
 from swap.interruptions.apart import run_apart
 from swap.interruptions.undo import Undo
 from swap.plan.rules import UpdateRule
 
 _SHORT = 200
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class RankDifferenceError(ValueError):
@@ -98,24 +96,6 @@ def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
                     f"{name} is {_short(every[0][name])} on rank 0 and {_short(theirs[name])} on "
                     f"rank {rank}; every rank has to be given the same"
                 )
-
-
-def told(value: object) -> str:
-    """What ranks compare of an option: all digits of a tensor, wherever it lies, and no address or
-    order of a set, which are those of a process.
-    """
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
-        return f"tensor({value.detach().tolist()}, dtype={value.dtype})"
-    if isinstance(value, np.ndarray):
-        return f"array({value.tolist()}, dtype={value.dtype})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{told(key)}: {told(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list | tuple):
-        each = ", ".join(told(entry) for entry in value)
-        return f"[{each}]" if isinstance(value, list) else f"({each})"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(told(entry) for entry in value))}}}"
-    return repr(value) if isinstance(value, str) else _ADDRESS.sub("", repr(value))
 
 
 def facts_of(

@@ -27,9 +27,10 @@ from checkpoint.ranks.coordinator import Coordinator, Operation, tell
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
 from infinity.parameters.records import Record
-from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ranks, told
+from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ranks
 from infinity.ranks.collectives import CHANGE, NORM, STEP, VALUES, Ranks, as_bytes
 from infinity.ranks.gathered_weights import GatheredWeights, GatherMemory, Weights
+from infinity.ranks.options import told
 from infinity.ranks.reductions import Reductions
 from swap.interruptions.apart import run_apart
 from swap.plain import plain

@@ -8,7 +8,7 @@ tiles.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +20,7 @@ from infinity.parameters.compiled import compiled_blocks
 from infinity.parameters.first_values import StoredValues, Values
 from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS, Record, compute_dtype_of
 from infinity.tiling.cut_weights import CutWeight
-from infinity.tiling.tile import CHILD, Owner
+from infinity.tiling.tile import CHILD, Owner, WalksOverWholes
 from infinity.tiling.tiled_linear import TiledLinear, rows_of, tiles_within
 from swap.tiers import format_bytes
 
@@ -43,7 +43,8 @@ class Tiling:
     several of them share one, and of experts of transformers, none of which is cut itself.
     Left whole, with one warning that says why, is every other parameter that is larger. Raises
     ``ValueError`` for a bound that is less than one row of a weight, before anything is changed.
-    ``device``: where weights are computed with; None: where they are.
+    ``device``: where weights are computed with; None: where they are. ``claim`` is given the tiles
+    before the model has them, so that they are of no other block that begins meanwhile.
     """
 
     def __init__(
@@ -55,13 +56,16 @@ class Tiling:
         *,
         device: torch.device | None = None,
         is_partitioned: bool = False,
+        claim: Callable[[Iterable[tuple[str, nn.Parameter]]], None] = lambda _: None,
     ) -> None:
         self._model = model
+        self._claim = claim
         self._records = records
         self._compute_dtype = compute_dtype
         self._device = device
         self._is_partitioned = is_partitioned
         self._cuts: list[CutWeight] = []
+        self._walks = WalksOverWholes(model)
         layers = (module for module in model.modules() if isinstance(module, TiledLinear))
         self._tiles = {id(tile) for layer in layers for tile in layer.tiles}
         self._compiled = {inner for block in compiled_blocks(model) for inner in block.modules()}
@@ -72,8 +76,10 @@ class Tiling:
         for make in self._chosen:
             cut = make()
             self._cuts.append(cut)
+            self._claim((cut.name, tile.parameter) for tile in cut.tiles)
             cut.replace()
             cut.hand_over()
+        self._walks.__enter__()
         return self
 
     def __exit__(
@@ -82,6 +88,7 @@ class Tiling:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._walks.__exit__(kind, error, trace)
         # What a RestoreError on its way has yet to give back, in retry(), it gives to the tiles.
         missing = {id(parameter) for parameter in getattr(error, "_lost", tuple)()}
         while self._cuts:

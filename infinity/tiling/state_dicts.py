@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.tiling.tile import CHILD, Tile, refused_as_whole
+from infinity.tiling.tile import CHILD, Tile, refused_as_whole, seeing
 from infinity.tiling.wholes import kept_whole_of
 
 _TABLES = (
@@ -133,4 +133,5 @@ def _load_behind_hooks(module: nn.Module, *args: Any) -> None:
     hooks: Any = module._load_state_dict_pre_hooks
     for number in _own_hooks(module):
         hooks.move_to_end(number)
-    type(module)._load_from_state_dict(module, *args)
+    with seeing(wholes=False):
+        type(module)._load_from_state_dict(module, *args)

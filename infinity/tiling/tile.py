@@ -5,7 +5,10 @@ have one tile at a time in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -21,6 +24,30 @@ CHILD = "tiles"
 """What a module calls the ``TileList`` of its parameters."""
 
 _OF_TILE = re.compile(r"(^|\.)tiles\.\d+\.(\w+)$")
+
+
+class _Walk(threading.local):
+    """How this thread sees the parameters of modules that it walks over."""
+
+    sees_wholes = False
+
+
+_walk = _Walk()
+
+
+def sees_wholes() -> bool:
+    """Whether modules have their parameters as without tiles for this thread now."""
+    return _walk.sees_wholes
+
+
+@contextmanager
+def seeing(*, wholes: bool) -> Iterator[None]:
+    """Modules have their parameters as without tiles inside, or have tiles, for this thread."""
+    before, _walk.sees_wholes = _walk.sees_wholes, wholes
+    try:
+        yield
+    finally:
+        _walk.sees_wholes = before
 
 
 def whole_name(name: str) -> str:
@@ -55,6 +82,11 @@ class Tile(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """What is loaded was cut for it, also by a function that is applied to modules."""
+        with seeing(wholes=False):
+            super()._load_from_state_dict(*args)
 
 
 def rows_of_parameter(parameter: torch.Tensor, rows: RowRange) -> nn.Parameter:
@@ -107,6 +139,41 @@ class TileList(nn.ModuleList):
     def names(self) -> list[str]:
         """The parameters that there are tiles of."""
         return list(dict.fromkeys(tile.name for tile in self if isinstance(tile, Tile)))
+
+
+_WALKING = ("apply", "reset_parameters", "_reset_parameters")
+"""Methods of modules that walk over parameters of their own and of their children."""
+
+
+def _seeing_wholes(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a ``method`` of a module that has tiles, or whose children have."""
+    with seeing(wholes=True):
+        return getattr(type(module), method)(module, *args, **kwargs)
+
+
+class WalksOverWholes:
+    """Context manager: what initialises modules of ``model`` that have tiles inside, or whose
+    children have, walks over parameters as without tiles, unless an instance has its own method.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._put: dict[tuple[nn.Module, str], object] = {}
+
+    def __enter__(self) -> None:
+        for module in self._model.modules():
+            has_tiles = any(isinstance(inner, TileList) for inner in module.modules())
+            if not has_tiles or isinstance(module, TileList):
+                continue
+            for name in _WALKING:
+                if callable(getattr(type(module), name, None)) and name not in vars(module):
+                    self._put[module, name] = method = partial(_seeing_wholes, module, name)
+                    vars(module)[name] = method
+
+    def __exit__(self, *_: object) -> None:
+        for (module, name), method in self._put.items():
+            if vars(module).get(name) is method:
+                del vars(module)[name]
 
 
 def refused_as_whole(whole: Any, shape: torch.Size, key: str, errors: list[str]) -> bool:

@@ -41,7 +41,8 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor | None) -> None:
     if buffer is None or value is None:
         module._buffers[own] = value
     else:
-        with torch.inference_mode(buffer.is_inference()):  # torch refuses it elsewhere
+        # Elsewhere torch refuses those of inference, and those that are given gradients.
+        with torch.inference_mode(buffer.is_inference()), torch.no_grad():
             buffer.copy_(value)
 
 

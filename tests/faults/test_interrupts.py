@@ -164,3 +164,21 @@ def test_interrupt_while_a_tiled_layer_comes_back_costs_no_row(
         assert type(model[0]) is type(make()[0])
         assert list(model.state_dict()) == list(make().state_dict())
         assert all(same_bits(v, values_of(model)[k]) for k, v in values_of(expected).items()), line
+
+
+def test_interrupted_plan_leaves_no_tiles(tmp_path: Path) -> None:
+    """The model stayed in them, for good."""
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(256, 512))
+
+    def plan(model: nn.Module) -> None:
+        infinity.plan(model, tmp_path, host_memory="64MiB", max_parameter_bytes=MIN_TILE_BYTES)
+
+    lines = interrupt(partial(plan, make()), None).seen
+    for number in sampled(lines, 30):
+        model = seeded(make)
+        line = interrupt(partial(plan, model), number).line
+        assert line
+        assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"], line
+        assert all(same_bits(v, values_of(model)[k]) for k, v in values_of(seeded(make)).items())

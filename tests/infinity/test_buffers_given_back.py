@@ -148,14 +148,14 @@ def test_buffers_beside_weights_of_the_compute_dtype_load_under_another(
             offloaded.drop_snapshot("saved")
 
 
-@pytest.mark.parametrize("name", ["expanded", "of inference"])
+@pytest.mark.parametrize("name", ["expanded", "of inference", "given gradients"])
 def test_buffer_that_torch_does_not_write_to_is_loaded_or_refused_before_anything_is(
     nvme: Path, tmp_path: Path, name: str
 ) -> None:
     with infinity.offload(_model(torch.ones(4)), nvme, compute_dtype=torch.bfloat16) as offloaded:
         offloaded.save(tmp_path / "saved")
     with torch.inference_mode(name == "of inference"):
-        buffer = torch.zeros(4)
+        buffer = torch.zeros(4, requires_grad=name == "given gradients")
     model = _model(torch.zeros(1).expand(4) if name == "expanded" else buffer)
     with infinity.offload(model, nvme) as offloaded:
         if name == "expanded":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import infinity
@@ -142,6 +143,25 @@ def test_block_that_begins_beside_another_of_the_model_is_refused(
     found = values_of(model)
     assert all(same_bits(value, found[name]) for name, value in values_of(expected).items())
     _train(model, nvme)  # it is nobody's any more
+
+
+def test_block_that_begins_as_another_has_made_tiles_is_refused(nvme: Path) -> None:
+    """The tiles were nobody's until they were offloaded."""
+    model = nn.Sequential(nn.Linear(256, 512, bias=False))
+    refused: list[str] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        if not refused:
+            refused.append("")
+            with pytest.raises(ValueError, match="offloaded already") as error:
+                infinity.offload(model, nvme).__enter__()
+            refused.append(str(error.value))
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with infinity.offload(model, nvme, optimizer=make, max_parameter_bytes=1 << 18):
+        assert refused[1].startswith("0.tiles.0.weight is offloaded already")
+    with infinity.offload(model, nvme, max_parameter_bytes=1 << 18):
+        pass  # it is nobody's any more
 
 
 def _train(model: nn.Module, nvme: Path) -> None:

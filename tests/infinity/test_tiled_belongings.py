@@ -130,6 +130,86 @@ def test_a_function_that_is_applied_to_modules_sees_the_weight_and_no_tiles(nvme
     assert same_values(*found)
 
 
+def _own(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def _all(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if name.endswith("weight"):
+            nn.init.xavier_uniform_(parameter)
+
+
+def _of_children(module: nn.Module) -> None:
+    for child in module.children():
+        for parameter in child.parameters(recurse=False):
+            parameter.data.mul_(0.5)
+
+
+def _by_dictionary(module: nn.Module) -> None:
+    for parameter in [*module._parameters.values(), *dict(module._parameters.items()).values()]:
+        assert parameter is not None
+        parameter.data.add_(1)
+    assert list(module._parameters.keys()) == list(dict(module.named_parameters(recurse=False)))
+
+
+def _by_state_dict(module: nn.Module) -> None:
+    module.load_state_dict({name: 2 * value for name, value in module.state_dict().items()})
+
+
+def _frozen(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change", [_own, _all, _of_children, _by_dictionary, _by_state_dict, _frozen]
+)
+def test_a_function_that_is_applied_walks_over_parameters_as_without_tiles(
+    nvme: Path, change: Callable[[nn.Module], None]
+) -> None:
+    plain, model = Net(), Net()
+    torch.manual_seed(1)
+    plain.apply(change)
+    with offload(model, nvme) as offloaded:
+        torch.manual_seed(1)
+        with offloaded.gathered(modify=True):
+            model.apply(change)
+        assert is_in_tiles(model.up)
+        assert "up.tiles.0.weight" in dict(model.named_parameters())
+    assert same_values(plain.state_dict(), model.state_dict())
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.requires_grad == expected.requires_grad
+    assert "apply" not in vars(model) | vars(model.up)
+
+
+def test_modules_that_reset_all_of_their_parameters_do_so_as_without_tiles(nvme: Path) -> None:
+    """Weights were drawn by the rows of tiles."""
+    found = []
+    for bound in (None, BOUND):
+        model = nn.Transformer(WIDTH, 4, 1, 1, INNER, batch_first=True)
+        with offload(model, nvme, max_parameter_bytes=bound) as offloaded:
+            torch.manual_seed(1)
+            with offloaded.gathered(modify=True):
+                model._reset_parameters()
+        found.append({k: v for k, v in model.state_dict().items() if v.dim() > 1})
+        assert "_reset_parameters" not in vars(model)
+    assert same_values(*found)
+
+
+def test_a_function_that_raises_as_it_is_applied_leaves_the_tiles(nvme: Path) -> None:
+    def fail(module: nn.Module) -> None:
+        raise KeyError(type(module).__name__)
+
+    model = Net()
+    with offload(model, nvme):
+        names = [name for name, _ in model.named_parameters()]
+        with pytest.raises(KeyError):
+            model.apply(fail)
+        assert [name for name, _ in model.named_parameters()] == names
+
+
 def test_gradients_brought_to_a_tiled_layer_are_accumulated_to(nvme: Path) -> None:
     norms = []
     for bound in (None, BOUND):
