@@ -36,6 +36,7 @@ from checkpoint.sheltered import describe
 T = TypeVar("T")
 _CAUSE = "infinity-cause"
 _MADE = "infinity-made"
+_GIVEN_UP = "infinity-given-up"
 _HEADER = 4
 _OWN = ("checkpoint.ranks.group", "infinity.ranks.collectives")
 """Modules of which the code calls what raises the errors of a transfer."""
@@ -113,6 +114,7 @@ class GroupCoordinator:
             refusals.append(error)
         keys = [f"{_MADE}-{rank}" for rank in range(self.world_size)]
         try:
+            self._store.delete_key(f"{_GIVEN_UP}-{self.rank}")
             self._store.set(keys[self.rank], describe(refusals[0]) if refusals else "")
             _counts[parent] = number
             if refusals:
@@ -120,9 +122,9 @@ class GroupCoordinator:
             self._store.wait(keys, timeout)
             answers = [self._store.get(key).decode(errors="replace") for key in keys]
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._is_told(key)]
+            missing = self._missing()
             _counts[parent] = number - 1
-            self._withdraw(keys[self.rank])
+            self._withdraw()
             raise RankFailedError(
                 f"ranks {missing} have not made their GroupCoordinator within "
                 f"{timeout.total_seconds():g} s, or were killed: {error}"
@@ -147,9 +149,15 @@ class GroupCoordinator:
         except RuntimeError:  # the store has gone with rank 0
             return False
 
-    def _withdraw(self, key: str) -> None:
+    def _missing(self) -> list[int]:
+        """Who has not come; a rank that has given up meanwhile was waiting for others, too."""
+        away = [rank for rank in range(self.world_size) if not self._is_told(f"{_MADE}-{rank}")]
+        return [rank for rank in away if not self._is_told(f"{_GIVEN_UP}-{rank}")] or away
+
+    def _withdraw(self) -> None:
         with suppress(RuntimeError):  # the store has gone with rank 0
-            self._store.delete_key(key)
+            self._store.set(f"{_GIVEN_UP}-{self.rank}", "")
+            self._store.delete_key(f"{_MADE}-{self.rank}")
 
     # Taking turns.
 

@@ -129,8 +129,9 @@ def test_a_stopped_step_that_one_rank_cannot_forget_fails_a_load_on_all_at_once(
 
 
 def test_a_rank_that_was_given_up_meets_the_others_when_all_try_again(tmp_path: Path) -> None:
-    first, second = run_ranks(rank_refusals.missed_meetings, tmp_path, 2)
+    first, second, third = run_ranks(rank_refusals.missed_meetings, tmp_path, 3)
     for name in ("missing", "block"):
-        assert "ranks [1] have not made their GroupCoordinator within 1 s" in first[name], first
+        for told in (first[name], third[name]):
+            assert "ranks [1] have not made their GroupCoordinator within" in told, told
     for name in ("coordinator", "next block"):
-        assert first[name] == second[name] == "", (first, second)
+        assert first[name] == second[name] == third[name] == "", (first, second, third)

@@ -320,13 +320,14 @@ def _stopped(target: str, error: type[Exception]) -> AbstractContextManager[Any]
 
 
 def missed_meetings(rank: int, folder: Path) -> dict[str, str]:
-    """Rank 1 stays away, as one that was interrupted before it came, until rank 0 has given it up;
-    then both come, one after the other.
+    """Rank 1 stays away, as one that was interrupted before it came, until the others have given it
+    up, one after the other; then all come.
     """
     told = {"missing": "", "block": ""}
-    if rank == 0:
-        told["missing"] = complaint(lambda: checkpoint.GroupCoordinator(timeout_seconds=1))
-        with mock.patch.object(group, "_timeout_of", return_value=timedelta(seconds=1)):
+    seconds = 1 + rank / 4
+    if rank != 1:
+        told["missing"] = complaint(lambda: checkpoint.GroupCoordinator(timeout_seconds=seconds))
+        with mock.patch.object(group, "_timeout_of", return_value=timedelta(seconds=seconds)):
             told["block"] = complaint(lambda: _begin_and_end(folder))
     torch.distributed.barrier()
     told["coordinator"] = complaint(lambda: checkpoint.GroupCoordinator().exchange(rank))
