@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -35,6 +36,7 @@ from checkpoint.sheltered import describe
 T = TypeVar("T")
 _CAUSE = "infinity-cause"
 _MADE = "infinity-made"
+_GIVEN_UP = "infinity-given-up"
 _HEADER = 4
 _OWN = ("checkpoint.ranks.group", "infinity.ranks.collectives")
 """Modules of which the code calls what raises the errors of a transfer."""
@@ -78,8 +80,9 @@ class GroupCoordinator:
         self.world_size = len(ranks)
         if self.rank < 0:
             raise ValueError("this process is not a rank of process_group")
-        self._store: Any = _store_beside(parent)
-        timeout = self._agreed(parent, timeout_seconds, name)
+        number = _counts.get(parent, 0) + 1
+        self._store: Any = _store_beside(parent, number)
+        timeout = self._agreed(parent, number, timeout_seconds, name)
         self._seconds = timeout.total_seconds()
         # Not one of torch's own groups: those have names, which are in the way of the next one.
         self._group: Any = self._connected(timeout)
@@ -93,9 +96,14 @@ class GroupCoordinator:
         self._operation = Operation.COMPARE
         self._turn = threading.Lock()
 
-    def _agreed(self, parent: Any, seconds: float | None, name: Name | None) -> timedelta:
+    def _agreed(
+        self, parent: Any, number: int, seconds: float | None, name: Name | None
+    ) -> timedelta:
         """How long ranks wait. What is wrong with the arguments of one of them is told to all: they
         would wait in vain for it to connect.
+
+        Who gives up waiting has not been here: it comes to this number again, where those are that
+        were missing.
         """
         timeout = _timeout_of(parent)
         refusals: list[Exception] = []
@@ -106,13 +114,17 @@ class GroupCoordinator:
             refusals.append(error)
         keys = [f"{_MADE}-{rank}" for rank in range(self.world_size)]
         try:
+            self._store.delete_key(f"{_GIVEN_UP}-{self.rank}")
             self._store.set(keys[self.rank], describe(refusals[0]) if refusals else "")
+            _counts[parent] = number
             if refusals:
                 raise refusals.pop()
             self._store.wait(keys, timeout)
             answers = [self._store.get(key).decode(errors="replace") for key in keys]
         except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._is_told(key)]
+            missing = self._missing()
+            _counts[parent] = number - 1
+            self._withdraw()
             raise RankFailedError(
                 f"ranks {missing} have not made their GroupCoordinator within "
                 f"{timeout.total_seconds():g} s, or were killed: {error}"
@@ -136,6 +148,16 @@ class GroupCoordinator:
             return bool(self._store.check([key]))
         except RuntimeError:  # the store has gone with rank 0
             return False
+
+    def _missing(self) -> list[int]:
+        """Who has not come; a rank that has given up meanwhile was waiting for others, too."""
+        away = [rank for rank in range(self.world_size) if not self._is_told(f"{_MADE}-{rank}")]
+        return [rank for rank in away if not self._is_told(f"{_GIVEN_UP}-{rank}")] or away
+
+    def _withdraw(self) -> None:
+        with suppress(RuntimeError):  # the store has gone with rank 0
+            self._store.set(f"{_GIVEN_UP}-{self.rank}", "")
+            self._store.delete_key(f"{_MADE}-{self.rank}")
 
     # Taking turns.
 
@@ -320,9 +342,8 @@ _counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many coordinators were made beside a process group; the same on every rank of it."""
 
 
-def _store_beside(group: Any) -> Any:
-    """A store of the ranks of ``group`` for one coordinator alone."""
-    count = _counts[group] = _counts.get(group, 0) + 1
+def _store_beside(group: Any, count: int) -> Any:
+    """A store of the ranks of ``group`` for one coordinator alone, the one of that number."""
     found = getattr(group, "get_group_store", None)
     store = dist.distributed_c10d._get_default_store() if found is None else found()
     return _PrefixStore(f"infinity-{group.group_name}-{count}", store)

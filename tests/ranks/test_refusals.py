@@ -126,3 +126,12 @@ def test_a_stopped_step_that_one_rank_cannot_forget_fails_a_load_on_all_at_once(
     assert second[0].startswith(f"{failed}OSError"), second
     assert second[1].startswith(f"{failed}MemoryError"), second
     assert first[2:] == second[2:] == ["", ""]
+
+
+def test_a_rank_that_was_given_up_meets_the_others_when_all_try_again(tmp_path: Path) -> None:
+    first, second, third = run_ranks(rank_refusals.missed_meetings, tmp_path, 3)
+    for name in ("missing", "block"):
+        for told in (first[name], third[name]):
+            assert "ranks [1] have not made their GroupCoordinator within" in told, told
+    for name in ("coordinator", "next block"):
+        assert first[name] == second[name] == third[name] == "", (first, second, third)

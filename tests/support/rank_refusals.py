@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ import torch
 import checkpoint
 import infinity
 from aio import AioError
+from checkpoint.ranks import group
 from checkpoint.sheltered import Cancellation
 from swap.tiered import TieredState
 from tests.support.keyboard import Keyboard, keyboard_of
@@ -315,3 +317,27 @@ def steps_not_forgotten(rank: int, folder: Path) -> list[str]:
 
 def _stopped(target: str, error: type[Exception]) -> AbstractContextManager[Any]:
     return mock.patch(target, side_effect=error("of this rank"))
+
+
+def missed_meetings(rank: int, folder: Path) -> dict[str, str]:
+    """Rank 1 stays away, as one that was interrupted before it came, until the others have given it
+    up, one after the other; then all come.
+    """
+    told = {"missing": "", "block": ""}
+    seconds = 1 + rank / 4
+    if rank != 1:
+        told["missing"] = complaint(lambda: checkpoint.GroupCoordinator(timeout_seconds=seconds))
+        with mock.patch.object(group, "_timeout_of", return_value=timedelta(seconds=seconds)):
+            told["block"] = complaint(lambda: _begin_and_end(folder))
+    torch.distributed.barrier()
+    told["coordinator"] = complaint(lambda: checkpoint.GroupCoordinator().exchange(rank))
+    told["next block"] = complaint(lambda: _begin_and_end(folder))
+    return told
+
+
+def _begin_and_end(folder: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    with infinity.offload(model, folder, host_memory="64MiB", process_group=world()):
+        pass
