@@ -117,8 +117,8 @@ def refuse_script(module: nn.Module, undo: Undo) -> None:
             f"an offloaded {type(module).__name__} was given to torch.jit.script: {_SCRIPTED}"
         )
 
+    undo.callback(module.__dict__.pop, "__prepare_scriptable__", None)  # first: an interrupt
     module.__dict__["__prepare_scriptable__"] = prepare
-    undo.callback(module.__dict__.pop, "__prepare_scriptable__", None)
 
 
 def _get_eval_frame_callback() -> Any:
