@@ -117,8 +117,8 @@ def refuse_script(module: nn.Module, undo: Undo) -> None:
             f"an offloaded {type(module).__name__} was given to torch.jit.script: {_SCRIPTED}"
         )
 
+    undo.callback(module.__dict__.pop, "__prepare_scriptable__", None)  # first: an interrupt
     module.__dict__["__prepare_scriptable__"] = prepare
-    undo.callback(module.__dict__.pop, "__prepare_scriptable__", None)
 
 
 def _get_eval_frame_callback() -> Any:
@@ -256,7 +256,11 @@ class Watched:
 
 
 def _in_tiles(attributes: dict[str, Any]) -> dict[str, TiledWeight]:
-    return {name: value for name, value in attributes.items() if isinstance(value, TiledWeight)}
+    """Of a module with these ``attributes``, without what it refers to of another beside torch."""
+    tiles = attributes["_modules"].get(CHILD)
+    names = tiles.names if isinstance(tiles, TileList) else ()
+    own = {name: attributes.get(name) for name in names}
+    return {name: value for name, value in own.items() if isinstance(value, TiledWeight)}
 
 
 def _give_back(module: nn.Module, parameters: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ have one tile at a time in memory.
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -147,8 +148,16 @@ _WALKING = ("apply", "reset_parameters", "_reset_parameters")
 
 def _seeing_wholes(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     """In the place of a ``method`` of a module that has tiles, or whose children have."""
+    kind = type(module)
+    own = inspect.getattr_static(kind, method)  # a function, or a static or a class method
     with seeing(wholes=True):
-        return getattr(type(module), method)(module, *args, **kwargs)
+        return own.__get__(module, kind)(*args, **kwargs)
+
+
+def _is_method(kind: type, name: str) -> bool:
+    """Whether instances have what ``kind`` calls ``name`` as what can be called."""
+    own = inspect.getattr_static(kind, name, None)
+    return hasattr(own, "__get__") and callable(getattr(kind, name))
 
 
 class WalksOverWholes:
@@ -166,7 +175,7 @@ class WalksOverWholes:
             if not has_tiles or isinstance(module, TileList):
                 continue
             for name in _WALKING:
-                if callable(getattr(type(module), name, None)) and name not in vars(module):
+                if _is_method(type(module), name) and name not in vars(module):
                     self._put[module, name] = method = partial(_seeing_wholes, module, name)
                     vars(module)[name] = method
 

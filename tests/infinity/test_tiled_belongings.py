@@ -198,6 +198,45 @@ def test_modules_that_reset_all_of_their_parameters_do_so_as_without_tiles(nvme:
     assert same_values(*found)
 
 
+class Referring(Net):
+    """With a weight of a layer beside its own parameters, and methods that take no instance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["referred"] = self.up.weight
+
+    @staticmethod
+    def _reset_parameters(layer: nn.Module) -> None:
+        _of_children(nn.Sequential(layer))
+
+    @classmethod
+    def reset_parameters(cls, layer: nn.Module) -> None:
+        cls._reset_parameters(layer)
+
+
+def test_what_a_module_refers_to_is_not_walked_over_as_its_own(nvme: Path) -> None:
+    """It was changed twice, with tiles alone."""
+    plain, model = Referring(), Referring()
+    plain.apply(_of_children)
+    with offload(model, nvme) as offloaded, offloaded.gathered(modify=True):
+        model.apply(_of_children)
+        model.apply(_by_dictionary)
+    plain.apply(_by_dictionary)
+    assert same_values(plain.state_dict(), model.state_dict())
+
+
+def test_methods_of_classes_that_reset_parameters_take_what_they_do_without_tiles(
+    nvme: Path,
+) -> None:
+    plain, model = Referring(), Referring()
+    plain._reset_parameters(plain.up)
+    plain.reset_parameters(plain.down)
+    with offload(model, nvme) as offloaded, offloaded.gathered(modify=True):
+        model._reset_parameters(model.up)
+        model.reset_parameters(model.down)
+    assert same_values(plain.state_dict(), model.state_dict())
+
+
 def test_a_function_that_raises_as_it_is_applied_leaves_the_tiles(nvme: Path) -> None:
     def fail(module: nn.Module) -> None:
         raise KeyError(type(module).__name__)
