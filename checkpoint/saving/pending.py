@@ -224,6 +224,17 @@ class _Registry:
         with self._lock:
             self._running[pending.path] = pending
 
+    def takes_place(self, pending: PendingSave) -> bool:
+        """Whether it is the one in the background to its path from now on: another may have come
+        first while it waited.
+        """
+        with self._lock:
+            other = self._running.get(pending.path)
+            if other is None or other.done():
+                self._running[pending.path] = pending
+                return True
+            return False
+
     def ended(self, pending: PendingSave) -> None:
         with self._lock:
             self._attended = [one for one in self._attended if one is not pending]
@@ -266,6 +277,17 @@ def is_being_saved(path: Path) -> bool:
 def is_behind(path: Path) -> bool:
     """Whether there is one in the background, for which another one to that path would wait."""
     return bool(_registry.running(path))
+
+
+def wait_for_place(
+    pending: PendingSave, cancellation: Cancellation, before: PendingSave | None = None
+) -> None:
+    """`wait_for_earlier`, until this one is that in the background to its path. Several threads
+    that wait for the same save go on at once when it ends, and one of them alone may begin.
+    """
+    wait_for_earlier(pending.path, cancellation, before)
+    while not _registry.takes_place(pending):
+        wait_for_earlier(pending.path, cancellation, before)
 
 
 def wait_for_earlier(

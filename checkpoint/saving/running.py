@@ -27,7 +27,7 @@ from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart
 from checkpoint.saving.commit import SavePlan, commit
 from checkpoint.saving.guard import Gate
-from checkpoint.saving.pending import PendingSave, is_behind, wait_for_earlier
+from checkpoint.saving.pending import PendingSave, is_behind, wait_for_earlier, wait_for_place
 from checkpoint.sheltered import Cancellation, StoppedError, Worker, wait_for
 from checkpoint.tensors.copiers import Copier
 from checkpoint.threads import asked, started
@@ -133,7 +133,7 @@ def _outcome(
             turn.callback(order.ranks.end)
             turn.callback(order.copier.close)
             plan = order.plan(cancellation, order.copier)
-            num_here = _wait_for_earlier(order, cancellation)
+            num_here = _wait_for_earlier(order, pending if is_background else None, cancellation)
             engine, snapshot = apart(
                 order.ranks, lambda: _take(order, plan, num_here, pending, turn)
             )
@@ -156,12 +156,20 @@ def _outcome(
     return outcome
 
 
-def _wait_for_earlier(order: Order, cancellation: Cancellation) -> int:
+def _wait_for_earlier(
+    order: Order, background: PendingSave | None, cancellation: Cancellation
+) -> int:
     """`wait_for_earlier`; an error that one rank has not been told yet ends the save on all of
     them. Gives how many ranks are on this machine.
+
+    One in the background takes its place, but over ranks: of two saves there each could have that
+    of one rank, and wait for that of another for ever.
     """
     try:
-        wait_for_earlier(order.path, cancellation, order.previous)
+        if background is not None and order.ranks.world_size == 1:
+            wait_for_place(background, cancellation, order.previous)
+        else:
+            wait_for_earlier(order.path, cancellation, order.previous)
         here = machine()
     except BaseException as error:
         order.ranks.exchange(error)

@@ -183,6 +183,27 @@ def test_a_second_save_to_the_path_waits_for_the_first(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "step") == {"x": 2}
 
 
+def test_saves_that_wait_for_the_same_one_are_made_one_after_another(tmp_path: Path) -> None:
+    gate = Gate()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    first = checkpoint.save_async({"gate": gate}, tmp_path / "step", guard=optimizer)
+    pending: SimpleQueue[checkpoint.PendingSave] = SimpleQueue()
+
+    def save(number: int) -> None:
+        pending.put(checkpoint.save_async({"x": number}, tmp_path / "step"))
+
+    others = [threading.Thread(target=save, args=(number,)) for number in range(8)]
+    for other in others:
+        other.start()
+    assert gate.reached.wait(60)
+    gate.opened.set()
+    for other in others:
+        other.join()
+    first.result()
+    assert all(pending.get_nowait().result().num_tensors == 0 for _ in others)
+    assert checkpoint.load(tmp_path / "step")["x"] in range(8)
+
+
 def test_result_can_time_out_and_be_asked_again(tmp_path: Path) -> None:
     gate = Gate()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
