@@ -243,6 +243,15 @@ class GroupCoordinator:
         self._collective(lambda: self._group.allgather([every], [own]).wait())
         return [tensor[:length] for tensor, length in zip(every, lengths, strict=True)]
 
+    @property
+    def transfers(self) -> Any:
+        """The group of this coordinator, for what its ranks start one after the other, each in the
+        same order. Raises ``RankFailedError`` when this rank has left it.
+        """
+        if self._group is None:
+            raise RankFailedError("this rank has left its group")
+        return self._group
+
     # Leaving.
 
     @property
