@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.ranks.coordinator import doing
-from checkpoint.ranks.group import GroupCoordinator, is_of_transfer
+from checkpoint.ranks.group import GroupCoordinator, is_of_transfer, turn_of
 from swap.interruptions.apart import run_apart
 from swap.plain import check_plain
 
@@ -95,16 +95,17 @@ class Ranks:
         self.group = process_group
         self.names: Sequence[str] = ()
         self.num_steps = 0
-        self.coordinator = GroupCoordinator(process_group, name=self._name)
-        self.saving = GroupCoordinator(process_group)
-        """For checkpoints, which may be written on another thread."""
-        self.rank = self.coordinator.rank
-        self.world_size = self.coordinator.world_size
-        self._global_ranks = dist.get_process_group_ranks(process_group)
         # gloo moves host memory alone: what is on a GPU goes by way of that.
         self._staged = device.type == "cuda" and dist.get_backend(process_group) == "gloo"
         is_of_host = self._staged or device.type == "cpu"
-        self._moving = GroupCoordinator(process_group) if is_of_host else None
+        with turn_of(process_group):
+            self.coordinator = GroupCoordinator(process_group, name=self._name)
+            self.saving = GroupCoordinator(process_group)
+            """For checkpoints, which may be written on another thread."""
+            self._moving = GroupCoordinator(process_group) if is_of_host else None
+        self.rank = self.coordinator.rank
+        self.world_size = self.coordinator.world_size
+        self._global_ranks = dist.get_process_group_ranks(process_group)
         self._device = device
 
     def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:

@@ -24,3 +24,8 @@ def test_group_that_is_destroyed_in_the_block_takes_no_values_along(
         for name, who in (("kept", []), ("given-up", gives_up))
     )
     assert given_up == kept
+
+
+def test_coordinators_of_one_group_are_made_by_one_thread_after_the_other(tmp_path: Path) -> None:
+    for met in run_ranks(rank_groups.met_on_threads, tmp_path, 2):
+        assert met == [[0, 1]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
+from checkpoint.ranks import group
 from infinity.ranks.collectives import Ranks, Transfer
 from tests.support.models import seeded, vector_loss
 from tests.support.rank_jobs import stack, world
@@ -52,6 +54,27 @@ def outputs_by_threads(rank: int, folder: Path) -> list[float]:
             patch.setattr(Ranks, "gather", in_turn)
             _run_together([partial(use, index) for index in range(2)])
     return given
+
+
+def met_on_threads(rank: int, folder: Path) -> list[list[int]]:
+    """Who meets in two coordinators of one group, each made on a thread of its own at one moment.
+    Sleeping widens the window between two that count.
+    """
+    met: list[list[int]] = []
+    beside = group._store_beside
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return beside(*arguments)
+
+    def make() -> None:
+        coordinator = group.GroupCoordinator(world(), timeout_seconds=_SECONDS)
+        met.append(coordinator.exchange(rank))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_store_beside", late)
+        _run_together([make, make])
+    return met
 
 
 def destroyed_in_the_block(rank: int, folder: Path, *, gives_up: Sequence[int]) -> list[float]:
