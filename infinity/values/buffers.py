@@ -241,6 +241,10 @@ def _sharing_as_before(
         given = [place for place in taken if values[place] is not buffers[place]]
         if len(taken) == 1 or not given:
             continue
+        if not _can_be_view(group[0]):  # one tensor in several places, such as one on meta
+            for place in taken:
+                found[place] = values[given[-1]]
+            continue
         if any(_shape_and_dtype(values[i]) != _shape_and_dtype(buffers[i]) for i in given):
             continue
         together = _converted_together(group, torch.clone)  # they stay as they are until the end

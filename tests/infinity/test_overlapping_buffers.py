@@ -132,6 +132,30 @@ def test_buffers_that_weights_are_loaded_into_keep_lying_in_one_another(
     assert second.get_buffer("part").tolist() == [9.0] * 8
 
 
+@pytest.mark.parametrize("kind", ["export", "checkpoint"])
+def test_buffer_on_meta_in_two_places_is_one_tensor_inside(
+    kind: str, nvme: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "weights"
+
+    def made() -> nn.Sequential:
+        model, shared = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
+        for layer in model:
+            layer.register_buffer("shared", shared)
+        return model
+
+    with infinity.offload(made(), nvme, host_memory="64MiB") as offloaded:
+        if kind == "export":
+            offloaded.export(folder)
+        else:
+            offloaded.save(folder)
+    with torch.device("meta"):
+        model = made()
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=folder):
+        model[0].get_buffer("shared").add_(1)
+        assert model[1].get_buffer("shared").tolist() == [[2.0] * 8] * 2
+
+
 @pytest.mark.parametrize("is_whole_saved", [False, True])
 def test_values_of_an_expanded_buffer_come_from_its_weights(
     is_whole_saved: bool, nvme: Path, tmp_path: Path
