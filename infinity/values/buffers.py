@@ -4,7 +4,7 @@ dtype, inside the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -77,8 +77,9 @@ class BufferConversion:
                 if buffer is not None:
                     full = f"{prefix}.{name}" if prefix else name
                     found.append((module, name, buffer, self._values.buffer(full, buffer)))
-        converted = _converted([real for *_, real in found], self._convert)
-        for module, name, buffer, real in found:
+        reals = _sharing_as_before([each[2] for each in found], [each[3] for each in found])
+        converted = _converted(reals, self._convert)
+        for (module, name, buffer, _), real in zip(found, reals, strict=True):
             inside = converted[id(real)]
             given = real if inside.dtype != real.dtype and not buffer.is_meta else None
             made_of = buffer if given is None else given
@@ -225,22 +226,65 @@ def _has_each_element_once(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _sharing_as_before(
+    buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The ``values``, which a file may have given, each by itself: where ``buffers`` lie in one
+    another's memory, views of one tensor with what loading a state dict into these would leave.
+    """
+    found = list(values)
+    places: dict[int, list[int]] = {}
+    for place, buffer in enumerate(buffers):
+        places.setdefault(id(buffer), []).append(place)
+    for group in _groups(buffers):
+        taken = sorted(place for buffer in group for place in places[id(buffer)])
+        given = [place for place in taken if values[place] is not buffers[place]]
+        if len(taken) == 1 or not given:
+            continue
+        if not _can_be_view(group[0]):  # one tensor in several places, such as one on meta
+            for place in taken:
+                found[place] = values[given[-1]]
+            continue
+        if any(_shape_and_dtype(values[i]) != _shape_and_dtype(buffers[i]) for i in given):
+            continue
+        together = _converted_together(group, torch.clone)  # they stay as they are until the end
+        for place in given:
+            _write(together[id(buffers[place])], values[place])
+        for place in taken:
+            view = together[id(buffers[place])]
+            # What cannot be written, as what `expand` gives, may have values that no other has.
+            if _has_each_element_once(view) or torch.equal(view, values[place]):
+                found[place] = view
+    return found
+
+
+def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
 def _converted(
     buffers: Iterable[torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """What ``convert`` gives, by ``id``; of those that share memory, views of one tensor."""
     found: dict[int, torch.Tensor] = {}
+    for group in _groups(buffers):
+        found.update(_converted_together(group, convert))
+    return found
+
+
+def _groups(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Each of them once, those together that lie in one another's memory."""
+    groups: list[list[torch.Tensor]] = []
     by_memory: dict[object, list[torch.Tensor]] = {}
     for buffer in {id(buffer): buffer for buffer in buffers}.values():
         if _can_be_view(buffer):
             memory = buffer.untyped_storage()._cdata, buffer.dtype
             by_memory.setdefault(memory, []).append(buffer)
         else:
-            found[id(buffer)] = convert(buffer)
+            groups.append([buffer])
     for sharing in by_memory.values():
-        for group in _overlapping(sharing):
-            found.update(_converted_together(group, convert))
-    return found
+        groups += _overlapping(sharing)
+    return groups
 
 
 def _can_be_view(buffer: torch.Tensor) -> bool:

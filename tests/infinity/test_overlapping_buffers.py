@@ -93,3 +93,82 @@ def test_columns_of_a_tensor_keep_lying_in_it(nvme: Path) -> None:
         model.get_buffer("cos").add_(1)
         model.get_buffer("sin").add_(2)
     assert table.tolist() == [[1.0, 2.0, 1.0, 2.0]] * 4
+
+
+class _Shared(nn.Module):
+    """One buffer that two layers have, and a part of it that is in no file."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        shared = torch.full((2, 8), value)
+        for layer in self.layers:
+            layer.register_buffer("shared", shared)
+        self.layers[1].register_buffer("part", shared[1], persistent=False)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["export", "checkpoint"])
+def test_buffers_that_weights_are_loaded_into_keep_lying_in_one_another(
+    kind: str, dtype: torch.dtype | None, nvme: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "weights"
+    with infinity.offload(_Shared(3), nvme, host_memory="64MiB") as offloaded:
+        if kind == "export":
+            offloaded.export(folder)
+        else:
+            offloaded.save(folder)
+    model = _Shared(0)
+    first, second = model.layers
+    was = first.get_buffer("shared")
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=folder, compute_dtype=dtype):
+        assert second.get_buffer("part").tolist() == [3.0] * 8
+        first.get_buffer("shared").add_(1)
+        second.get_buffer("shared").mul_(2)
+        second.get_buffer("part").add_(1)
+        assert first.get_buffer("shared").tolist() == [[8.0] * 8, [9.0] * 8]
+    assert first.get_buffer("shared") is second.get_buffer("shared") is was
+    assert was.tolist() == [[8.0] * 8, [9.0] * 8]
+    assert second.get_buffer("part").tolist() == [9.0] * 8
+
+
+@pytest.mark.parametrize("kind", ["export", "checkpoint"])
+def test_buffer_on_meta_in_two_places_is_one_tensor_inside(
+    kind: str, nvme: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "weights"
+
+    def made() -> nn.Sequential:
+        model, shared = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
+        for layer in model:
+            layer.register_buffer("shared", shared)
+        return model
+
+    with infinity.offload(made(), nvme, host_memory="64MiB") as offloaded:
+        if kind == "export":
+            offloaded.export(folder)
+        else:
+            offloaded.save(folder)
+    with torch.device("meta"):
+        model = made()
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=folder):
+        model[0].get_buffer("shared").add_(1)
+        assert model[1].get_buffer("shared").tolist() == [[2.0] * 8] * 2
+
+
+@pytest.mark.parametrize("is_whole_saved", [False, True])
+def test_values_of_an_expanded_buffer_come_from_its_weights(
+    is_whole_saved: bool, nvme: Path, tmp_path: Path
+) -> None:
+    def made(value: float) -> nn.Linear:
+        layer, row = nn.Linear(8, 8), torch.full((1, 8), value)
+        layer.register_buffer("row", row, persistent=is_whole_saved)
+        layer.register_buffer("rows", row.expand(3, 8))
+        return layer
+
+    with infinity.offload(made(3), nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "weights")
+    model = made(0)
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=tmp_path / "weights"):
+        model.get_buffer("row").add_(1)
+        assert model.get_buffer("rows").tolist() == [[4.0 if is_whole_saved else 3.0] * 8] * 3
