@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -80,12 +80,13 @@ class GroupCoordinator:
         self.world_size = len(ranks)
         if self.rank < 0:
             raise ValueError("this process is not a rank of process_group")
-        number = _counts.get(parent, 0) + 1
-        self._store: Any = _store_beside(parent, number)
-        timeout = self._agreed(parent, number, timeout_seconds, name)
-        self._seconds = timeout.total_seconds()
-        # Not one of torch's own groups: those have names, which are in the way of the next one.
-        self._group: Any = self._connected(timeout)
+        with turn_of(parent):
+            number = _counts.get(parent, 0) + 1
+            self._store: Any = _store_beside(parent, number)
+            timeout = self._agreed(parent, number, timeout_seconds, name)
+            self._seconds = timeout.total_seconds()
+            # Not one of torch's own groups: those have names, in the way of the next one.
+            self._group: Any = self._connected(timeout)
         self._name = name or _plain_name
         self._failure: RankFailedError | None = None
         self._count = 0
@@ -243,6 +244,15 @@ class GroupCoordinator:
         self._collective(lambda: self._group.allgather([every], [own]).wait())
         return [tensor[:length] for tensor, length in zip(every, lengths, strict=True)]
 
+    @property
+    def transfers(self) -> Any:
+        """The group of this coordinator, for what its ranks start one after the other, each in the
+        same order. Raises ``RankFailedError`` when this rank has left it.
+        """
+        if self._group is None:
+            raise RankFailedError("this rank has left its group")
+        return self._group
+
     # Leaving.
 
     @property
@@ -340,6 +350,16 @@ def _plain_name(kind: int, number: int) -> str:
 
 _counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many coordinators were made beside a process group; the same on every rank of it."""
+_turns: WeakKeyDictionary[Any, AbstractContextManager[Any]] = WeakKeyDictionary()
+_turns_lock = threading.Lock()
+
+
+def turn_of(process_group: Any) -> AbstractContextManager[Any]:
+    """What one thread at a time is in, as often as it likes, to make coordinators of a group: all
+    that belong together, so that those of another thread do not come between them on one rank.
+    """
+    with _turns_lock:
+        return _turns.setdefault(process_group, threading.RLock())
 
 
 def _store_beside(group: Any, count: int) -> Any:

@@ -3,9 +3,11 @@
 Every transfer begins with a meeting (see ``checkpoint.ranks.group``): all ranks say which parameter
 they are about to gather or reduce, and only if they agree does a transfer start. So ranks that run
 different modules, or the same ones in another order, get an error that names both, and neither hang
-nor mixed-up values. The transfers themselves go through the process group that was given, in the
-background; bytes are moved and never added up by it, so that sums are taken in the order of the
-ranks, whatever the backend.
+nor mixed-up values. The transfers themselves run in the background. Those of host memory go through
+a gloo group of the block alone: what another block, or the program, moves on other threads
+meanwhile is no part of it, and the process group that was given need not be there any more as the
+block ends. Those of GPUs go through that. Bytes are moved and never added up, so that sums are
+taken in the order of the ranks, whatever the backend.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.ranks.coordinator import doing
-from checkpoint.ranks.group import GroupCoordinator, is_of_transfer
+from checkpoint.ranks.group import GroupCoordinator, is_of_transfer, turn_of
 from swap.interruptions.apart import run_apart
 from swap.plain import check_plain
 
@@ -93,14 +95,17 @@ class Ranks:
         self.group = process_group
         self.names: Sequence[str] = ()
         self.num_steps = 0
-        self.coordinator = GroupCoordinator(process_group, name=self._name)
-        self.saving = GroupCoordinator(process_group)
-        """For checkpoints, which may be written on another thread."""
+        # gloo moves host memory alone: what is on a GPU goes by way of that.
+        self._staged = device.type == "cuda" and dist.get_backend(process_group) == "gloo"
+        is_of_host = self._staged or device.type == "cpu"
+        with turn_of(process_group):
+            self.coordinator = GroupCoordinator(process_group, name=self._name)
+            self.saving = GroupCoordinator(process_group)
+            """For checkpoints, which may be written on another thread."""
+            self._moving = GroupCoordinator(process_group) if is_of_host else None
         self.rank = self.coordinator.rank
         self.world_size = self.coordinator.world_size
         self._global_ranks = dist.get_process_group_ranks(process_group)
-        # gloo moves host memory alone: what is on a GPU goes by way of that.
-        self._staged = device.type == "cuda" and dist.get_backend(process_group) == "gloo"
         self._device = device
 
     def meet(self, kind: int, number: int, digest: int = 0) -> list[list[int]]:
@@ -137,13 +142,10 @@ class Ranks:
         slices = [as_bytes(target[low:high]) for low, high in itertools.pairwise(offsets)]
         if len({piece.numel() for piece in slices}) == 1:
             all_of_it = as_bytes(target[: offsets[-1]])
-            works = [_gather_into(all_of_it, own, group=self.group, async_op=True)]
+            works = [self._gather_level(all_of_it, own)]
         else:
             slices[self.rank].copy_(own)
-            works = [
-                dist.broadcast(piece, source, group=self.group, async_op=True)
-                for piece, source in zip(slices, self._global_ranks, strict=True)
-            ]
+            works = [self._send(piece, source) for source, piece in enumerate(slices)]
         return Transfer(self, works, target, whole, own)
 
     def exchange(self, whole: torch.Tensor, out: torch.Tensor, lengths: Sequence[int]) -> Transfer:
@@ -153,20 +155,33 @@ class Ranks:
         target = torch.empty(out.shape, dtype=out.dtype, device="cpu") if self._staged else out
         given = as_bytes(whole.cpu() if self._staged else whole)
         itemsize = whole.dtype.itemsize
-        work = dist.all_to_all_single(
-            as_bytes(target),
-            given,
-            output_split_sizes=[lengths[self.rank] * itemsize] * self.world_size,
-            input_split_sizes=[length * itemsize for length in lengths],
-            group=self.group,
-            async_op=True,
-        )
+        taken = [lengths[self.rank] * itemsize] * self.world_size
+        sent = [length * itemsize for length in lengths]
+        if self._moving is not None:
+            work = self._moving.transfers.alltoall_base(as_bytes(target), given, taken, sent)
+        else:
+            work = dist.all_to_all_single(
+                as_bytes(target), given, taken, sent, group=self.group, async_op=True
+            )
         return Transfer(self, [work], target, out, given)
+
+    def _gather_level(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
+        if self._moving is not None:
+            return self._moving.transfers._allgather_base(whole, own)
+        return _gather_into(whole, own, group=self.group, async_op=True)
+
+    def _send(self, piece: torch.Tensor, source: int) -> Any:
+        """From rank ``source`` to all others."""
+        if self._moving is not None:
+            return self._moving.transfers.broadcast(piece, source)
+        return dist.broadcast(piece, self._global_ranks[source], group=self.group, async_op=True)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Take this rank out; with ``error`` the others are told why. Idempotent."""
         self.coordinator.leave(error)
         self.saving.leave(error)
+        if self._moving is not None:
+            self._moving.leave(error)
 
     def _name(self, kind: int, number: int) -> str:
         what = doing(kind) or _KINDS[kind]
