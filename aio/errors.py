@@ -25,7 +25,8 @@ class AioError(OSError):
     None where the failed call has no range (a sync, an engine's start). `transferred` counts the
     bytes from the start of the range that did move; some behind them may have moved as well.
 
-    A read that meets the end of the file has errno ENODATA, which no device reports for it.
+    A read that meets the end of the file has errno ENODATA, and nothing else has: a medium that
+    cannot be read, of which Linux says that where direct I/O reads, has EIO.
     """
 
     def __init__(

@@ -155,6 +155,10 @@ static void job_fail(struct job *job, int error) {
         job->completion.error = error;
 }
 
+/* Of what the kernel says. ENODATA is the end of a file here, and there a medium that cannot be
+ * read, as direct I/O alone tells it. */
+static int error_of_device(int64_t result) { return result == -ENODATA ? EIO : (int)-result; }
+
 static bool job_is_issued(const struct job *job) {
     return job->completion.error || job->position == job->layout.end;
 }
@@ -243,7 +247,7 @@ static bool block_goes_on(struct lane *lane, struct block *block) {
     } else if (result == -EINTR || result == -EAGAIN) {
         block_retry_after(lane, block, (int)-result);
     } else {
-        job_fail(job, (int)-result);
+        job_fail(job, error_of_device(result));
     }
     return !job->completion.error;
 }

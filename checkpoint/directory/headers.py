@@ -1,8 +1,14 @@
-"""The first bytes of a data file: they tell it from one that has taken its place."""
+"""Reading a data file: its first bytes, which tell it from one that has taken its place, and
+others, which may be gone by then.
+"""
 
 from __future__ import annotations
 
-from aio import Engine, File, Slab
+import errno
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from aio import AioError, Engine, File, Operation, Slab
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import crc32c
 from checkpoint.format.records import FileRecord
@@ -21,7 +27,7 @@ def check_header(engine: Engine, file: File, record: FileRecord, *, lane: int = 
     found = 0
     for first in range(0, record.header_nbytes, _PIECE_BYTES):
         piece = header[: min(record.header_nbytes - first, _PIECE_BYTES)]
-        engine.read(file, first, piece, lane=lane).result()
+        wait_for_read(engine.read(file, first, piece, lane=lane))
         found = crc32c(piece, found)
     if found != record.header_crc32c:
         raise CorruptCheckpointError(
@@ -31,3 +37,35 @@ def check_header(engine: Engine, file: File, record: FileRecord, *, lane: int = 
             offset=0,
             nbytes=record.header_nbytes,
         )
+
+
+def wait_for_read(operation: Operation, tensor_at: Callable[[int], str] | None = None) -> None:
+    """Until bytes of a data file have come. Raises CorruptCheckpointError where it has become
+    shorter since it was opened, and AioError. `tensor_at` gives what the file has at an offset.
+    """
+    try:
+        operation.result()
+    except AioError as error:
+        if error.errno != errno.ENODATA or error.offset is None:
+            raise
+        end = error.offset + error.transferred
+        raise CorruptCheckpointError(
+            "the file ends before these bytes do, and did not when it was opened",
+            path=error.filename,
+            tensor=None if tensor_at is None else tensor_at(end),
+            offset=error.offset,
+            nbytes=error.nbytes,
+        ) from error
+
+
+def wait_for_reads(operations: Sequence[Operation], tensor_at: Callable[[int], str]) -> None:
+    """`wait_for_read` for each; nothing is in flight behind the first error."""
+    waiting = deque(operations)
+    try:
+        while waiting:
+            wait_for_read(waiting[0], tensor_at)
+            waiting.popleft()
+    except BaseException:
+        for operation in waiting:
+            operation.abandon()
+        raise

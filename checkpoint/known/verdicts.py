@@ -22,22 +22,28 @@ logger = logging.getLogger(__name__)
 _OF_A_FILE = frozenset(
     {
         errno.EACCES,
+        errno.EBADE,
         errno.EBADMSG,
+        errno.EILSEQ,
         errno.EIO,
         errno.EISDIR,
         errno.ELOOP,
         errno.ENODATA,
+        errno.ENODEV,
+        errno.ENOLINK,
         errno.ENOTCONN,
         errno.ENOTDIR,
         errno.ENXIO,
         errno.EPERM,
         errno.EREMOTEIO,
         errno.ESTALE,
+        errno.ETIME,
         errno.ETIMEDOUT,
         errno.EUCLEAN,
     }
 )
-"""Others, such as too many open files, are as likely with any checkpoint."""
+"""With what Linux says of disks where direct I/O reads them: EILSEQ is a check within the drive.
+Others, such as too many open files, are as likely with any checkpoint."""
 
 
 class Verdict(enum.StrEnum):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from aio import Engine, File, Operation
-from checkpoint.directory.headers import check_header
+from checkpoint.directory.headers import check_header, wait_for_read
 from checkpoint.directory.locate import check_data_file, check_still_there
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, block_crcs, crc32c
@@ -83,6 +83,10 @@ class _BlockRead:
     into: Block
     path: Path
     operation: Operation
+
+    def wait(self) -> None:
+        """Until it has come. Raises CorruptCheckpointError where the file ends before it does."""
+        wait_for_read(self.operation, lambda _: self.record.name)
 
 
 class ChunkReader:
@@ -240,7 +244,7 @@ class ChunkReader:
                 into = np.empty(high - low, np.uint8)
                 under_way.append(self._begin(record, chunk, number, into, low))
             for first, _ in runs:
-                under_way[0].operation.result()
+                under_way[0].wait()
                 read = under_way.popleft()
                 if self._verify:
                     self._check_units(read, block, first)
@@ -288,7 +292,7 @@ class ChunkReader:
 
     def _finish(self, read: _BlockRead) -> None:
         """Waits for a block, or grains of one, and verifies it."""
-        read.operation.result()
+        read.wait()
         if self._verify and len(read.into) < read.chunk.block(read.number)[1]:
             _check_grains(read)
         elif self._verify:

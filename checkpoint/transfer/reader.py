@@ -19,7 +19,7 @@ import numpy as np
 
 from aio import Engine, File, Operation, Request
 from checkpoint._native import ffi
-from checkpoint.directory.headers import check_header
+from checkpoint.directory.headers import check_header, wait_for_reads
 from checkpoint.errors import CorruptCheckpointError
 from checkpoint.format.checksum import CRC_BLOCK_BYTES, copy_with_crc, copy_with_unit_crcs
 from checkpoint.format.datafile import ALIGNMENT
@@ -279,7 +279,7 @@ class _ReadStream:
         """Takes the oldest read, delivers and verifies what it brought."""
         flying = self._in_flight.popleft()
         try:
-            _wait(flying.operations)
+            wait_for_reads(flying.operations, partial(self._tensor_at, flying.run))
             if flying.buffer is not None:
                 self._deliver(flying.run, flying.buffer)
             elif self.verify:
@@ -290,6 +290,14 @@ class _ReadStream:
             if flying.buffer is not None:
                 self.free.append(flying.buffer)
             raise
+
+    def _tensor_at(self, run: ReadRun, offset: int) -> str:
+        """The one that a run has at an offset of the file, or next behind it."""
+        reads = [self.wanted.reads[piece.chunk] for piece in run.pieces]
+        for piece, read in zip(run.pieces, reads, strict=True):
+            if offset < read.chunk.offset + piece.first + piece.nbytes:
+                return read.tensor
+        return reads[-1].tensor
 
     def _deliver(self, run: ReadRun, buffer: Buffer) -> None:
         """Verifies what a buffer holds and brings it where it belongs; the buffer is free then."""
@@ -385,16 +393,3 @@ class _ReadStream:
 
 def _part(target: Any, span: Span) -> Any:
     return target if span.nbytes == len(target) else target[span.place : span.place + span.nbytes]
-
-
-def _wait(operations: Sequence[Operation]) -> None:
-    """Until all have ended. Raises the first error."""
-    waiting = deque(operations)
-    try:
-        while waiting:
-            waiting[0].result()
-            waiting.popleft()
-    except BaseException:
-        for operation in waiting:
-            operation.abandon()
-        raise

@@ -215,6 +215,17 @@ class TestFaults:
             f" after {moved} bytes"
         )
 
+    def test_medium_that_cannot_be_read_is_not_the_end_of_the_file(self, tmp_path: Path) -> None:
+        """Linux says ENODATA for it where direct I/O reads."""
+        (tmp_path / "data").write_bytes(bytes(4096))
+        with (
+            Engine(MemoryBackend(error=1, errno=errno.ENODATA)) as engine,
+            engine.open(tmp_path / "data") as file,
+            pytest.raises(AioError, match=r": Input/output error$") as caught,
+        ):
+            engine.read(file, 0, bytearray(4096)).result()
+        assert caught.value.errno == errno.EIO
+
     def test_interruption_that_never_ends_becomes_an_error_after_pauses(
         self, tmp_path: Path
     ) -> None:

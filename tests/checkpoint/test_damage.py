@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,38 @@ def test_a_data_file_that_is_not_the_one_saved_is_refused(
         checkpoint.load(path, verify=verify)
     assert caught.value.path == name
     assert not checkpoint.verify(path)
+
+
+@dataclass
+class CuttingSink:
+    """Cuts the file short that it is loaded from."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def write(self, start: int, data: memoryview) -> None:
+        os.truncate(self.file, 4096)
+
+
+def test_a_data_file_cut_short_while_it_is_loaded_is_refused(path: Path) -> None:
+    name = data_file(path)
+    sink = CuttingSink(name, (CRC_BLOCK_BYTES // 4 + 5000,))
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="the file ends before") as caught:
+        checkpoint.load(path, into={"big": sink}, staging_bytes=1 << 20, verify=False)
+    assert (caught.value.path, caught.value.tensor) == (str(name), "big")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_data_file_cut_short_while_it_is_open_is_refused(path: Path, verify: bool) -> None:
+    name = data_file(path)
+    offset, nbytes = extents(path)["small.3"]
+    with checkpoint.open(path, verify=verify) as tensors:
+        os.truncate(name, offset + nbytes // 2)
+        assert len(tensors["small.2"][:]) == 102
+        with pytest.raises(checkpoint.CorruptCheckpointError, match="the file ends") as caught:
+            tensors["small.3"][:]
+    assert (caught.value.path, caught.value.tensor) == (str(name), "small.3")
 
 
 def test_data_files_of_two_checkpoints_swapped_are_refused(tmp_path: Path) -> None:

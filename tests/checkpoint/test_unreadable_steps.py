@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import checkpoint
+from aio import Engine, MemoryBackend
 from checkpoint import manager as manager_module
 from checkpoint.directory import locate
 from checkpoint.format.manifest import MANIFEST_NAME
@@ -169,3 +170,16 @@ def test_what_cannot_be_looked_at_is_not_taken_for_missing_also_in_python_3_14(
     (series.path(2) / MANIFEST_NAME).unlink()
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         checkpoint.load(series.path(2))
+
+
+@pytest.mark.parametrize(
+    "code", ["EBADE", "EILSEQ", "EIO", "ENODEV", "ENOLINK", "EREMOTEIO", "ETIME", "ETIMEDOUT"]
+)
+def test_what_a_disk_says_of_what_it_cannot_read_is_passed_over(tmp_path: Path, code: str) -> None:
+    """In the words of Linux, as direct I/O has them: those of checks within the drive, too."""
+    checkpoint.Manager(tmp_path).save(1, {"x": torch.ones(8)})
+    with (
+        Engine(MemoryBackend(error=1, errno=getattr(errno, code))) as engine,
+        pytest.raises(FileNotFoundError, match="damaged or unreadable: steps 1"),
+    ):
+        checkpoint.Manager(tmp_path).load(engine=engine)
