@@ -178,8 +178,12 @@ class Ranks:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Take this rank out; with ``error`` the others are told why. Idempotent."""
-        self.coordinator.leave(error)
+        self.leave_training(error)
         self.saving.leave(error)
+
+    def leave_training(self, error: BaseException | None) -> None:
+        """As ``leave``, of all but saves: those in the background may still come through."""
+        self.coordinator.leave(error)
         if self._moving is not None:
             self._moving.leave(error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections import UserList, deque
+from collections import OrderedDict, UserList, deque
 from collections.abc import Collection, Mapping, Set, ValuesView
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,18 @@ from checkpoint.format.checksum import crc32c
 
 _FEW = 64
 """Elements of a tensor of which all digits are told, and not a checksum."""
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_SHOWN = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+    | {torch.complex64, torch.complex128}
+)
+"""Dtypes of which torch gives the values as numbers; not every torch has all of the others."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def told(value: object, within: tuple[int, ...] = ()) -> str:
     """What ranks compare of an option: all of a tensor, wherever it lies, and no address or order
-    of a set, which are those of a process.
+    of a set or dictionary, which are those of a process.
 
     ``within``: the containers that it is in, by ``id``; one that is in itself is told once.
     """
@@ -37,7 +43,9 @@ def told(value: object, within: tuple[int, ...] = ()) -> str:
     within = (*within, id(value))
     kind = type(value).__qualname__
     if isinstance(value, Mapping):
-        pairs = (f"{told(key, within)}: {told(each, within)}" for key, each in value.items())
+        pairs = [f"{told(key, within)}: {told(each, within)}" for key, each in value.items()]
+        if not isinstance(value, OrderedDict):
+            pairs.sort()
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list | tuple | Set):
         return _told_entries(value, within)
@@ -79,7 +87,7 @@ def _told_tensor(tensor: torch.Tensor) -> str:
     if tensor.is_meta or tensor.layout != torch.strided:
         return repr(tensor)
     what = f"dtype={tensor.dtype}"
-    is_shown = tensor.dtype != torch.float4_e2m1fn_x2 and 0 < tensor.numel() <= _FEW
+    is_shown = tensor.dtype in _SHOWN and 0 < tensor.numel() <= _FEW
     if is_shown or type(tensor) is not torch.Tensor:  # of whose memory nothing is known
         return f"tensor({tensor.tolist()}, {what})"
     return f"tensor({_sum_of(tensor)}, size={[*tensor.shape]}, {what})"

@@ -88,7 +88,7 @@ class Zero3:
 
     def leave(self, error: BaseException | None) -> None:
         if error is not None:
-            self.ranks.leave(error)
+            self.ranks.leave_training(error)
 
     @property
     def is_whole(self) -> bool:

@@ -151,7 +151,8 @@ class GradientStore:
         """
         if self._device is not None and self.is_on_device(parameter):
             return self._device.block_squares(parameter)
-        return torch.cat(self._blocks[parameter])
+        none = torch.empty(0, dtype=torch.float64, device="cpu")  # of one without elements
+        return torch.cat([none, *self._blocks[parameter]])
 
     def check_memory(self, parameter: int, gradient: torch.Tensor) -> None:
         """Raise ``ValueError`` for a gradient whose values cannot be read: it is lost."""

@@ -330,3 +330,24 @@ def test_options_are_compared_by_all_their_digits_and_not_by_their_addresses(
     for rate, mark in run_ranks(options_by_rank, tmp_path, 2):
         assert rate.startswith("RankDifferenceError: lr of parameter group 0 is tensor(0.0099999")
         assert mark == ""
+
+
+def trained_without_elements(rank: int, folder: Path) -> list[list[float]]:
+    """The norms that clipping by torch and a step find beside a parameter without elements, and
+    its shape afterwards.
+    """
+    model = seeded(gpt)
+    none = nn.Parameter(torch.zeros(0, 3))
+    model.register_parameter("none", none)
+    with infinity.offload(model, folder, process_group=world()) as offloaded:
+        (loss_of(model, 0) + none.sum()).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        offloaded.step()
+    return [[norm], [*none.shape]]
+
+
+def test_parameters_without_elements_are_trained_over_ranks(tmp_path: Path) -> None:
+    """The norm of a step was a ValueError of torch.cat, and the block took the values along."""
+    (tmp_path / "one").mkdir()
+    alone = trained_without_elements(0, tmp_path / "one")
+    assert run_ranks(trained_without_elements, tmp_path / "two", 2) == [alone, alone]

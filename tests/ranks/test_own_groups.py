@@ -29,3 +29,10 @@ def test_group_that_is_destroyed_in_the_block_takes_no_values_along(
 def test_coordinators_of_one_group_are_made_by_one_thread_after_the_other(tmp_path: Path) -> None:
     for met in run_ranks(rank_groups.met_on_threads, tmp_path, 2):
         assert met == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("exits", [[0, 1], [0], [1]])
+def test_save_in_the_background_comes_through_where_the_block_is_left_by_an_exception(
+    exits: list[int], tmp_path: Path
+) -> None:
+    run_ranks(rank_groups.saved_behind_an_exit, tmp_path, 2, exits=exits)

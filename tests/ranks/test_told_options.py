@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections import UserList, deque
+from collections import OrderedDict, UserList, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +89,24 @@ def test_addresses_and_the_order_of_sets_are_not_compared() -> None:
     assert told(Setting(object(), 1)) == told(Setting(object(), 2))
     assert told(Named(1)) == told(Named(2)) == "named"
     assert told([threading.Lock(), {"a", "b"}]) == told([threading.Lock(), {"b", "a"}])
+    assert told(np.random.default_rng(1)) == "Generator(PCG64)"  # its address has capitals
+
+
+def test_dictionaries_that_are_equal_are_told_alike() -> None:
+    assert told({"a": 1, "b": {1, 2}}) == told({"b": {2, 1}, "a": 1}) != told({"a": 1, "b": {1}})
+    assert told(OrderedDict(a=1, b=2)) != told(OrderedDict(b=2, a=1))
+
+
+@pytest.mark.parametrize("dtype", ["uint1", "int4", "bits8", "uint16", "float8_e4m3fn"])
+def test_tensors_of_rare_dtypes_are_told(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever others there are: torch before 2.8 has not all of them."""
+    monkeypatch.delattr(torch, "float4_e2m1fn_x2", raising=False)
+    of = getattr(torch, dtype)
+    one, other = (torch.full((3,), value, dtype=torch.uint8) for value in (1, 2))
+    if of.itemsize == 2:
+        one, other = one.repeat(2), other.repeat(2)
+    assert told(one.view(of)) == told(one.clone().view(of)) != told(other.view(of))
+    assert told(torch.tensor(0.5)) == "tensor(0.5, dtype=torch.float32)"
 
 
 def test_containers_in_themselves_are_told() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import checkpoint
 import infinity
 from checkpoint.ranks import group
 from infinity.ranks.collectives import Ranks, Transfer
@@ -104,3 +105,21 @@ def _run_together(actions: Sequence[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def saved_behind_an_exit(rank: int, folder: Path, *, exits: Sequence[int]) -> None:
+    """A save in the background while these ranks leave the block by an exception, of which the
+    others, who take a step, are told. Raises what became of the save.
+    """
+    model = seeded(stack)
+    with (
+        suppress(SystemExit, infinity.RankFailedError),
+        infinity.offload(model, folder, host_memory="64MiB", process_group=world()) as offloaded,
+    ):
+        pending = offloaded.save(folder / "step", block=False, extra=rank)
+        if rank in exits:
+            raise SystemExit
+        offloaded.backward(vector_loss(model, rank))
+        offloaded.step()
+    pending.result()
+    checkpoint.load(folder / "step")
