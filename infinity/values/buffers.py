@@ -127,12 +127,13 @@ class BufferConversion:
         }
         for (place, each, buffer, is_ours), changed in zip(ended, changes, strict=True):
             before = each.before
-            if is_ours and id(before) in written:
+            is_unchanged = each.given is None and _is_none(changed)
+            if is_unchanged or (is_ours and id(before) in written):
                 self._put(place, before)
-            elif _is_none(changed):
-                self._put(place, each.came.to(before.device))
             elif is_ours and self._is_back(each, buffer, changed):
                 self._put(place, before)  # by what was written into another
+            elif _is_none(changed):
+                self._put(place, each.came.to(before.device))
             elif is_ours and changed is not None:
                 self._put(place, _back(each.came, buffer, changed).to(before.device))
             else:  # of a program, maybe: in the dtype that it chose

@@ -174,9 +174,10 @@ def test_values_of_an_expanded_buffer_come_from_its_weights(
         assert model.get_buffer("rows").tolist() == [[4.0 if is_whole_saved else 3.0] * 8] * 3
 
 
+@pytest.mark.parametrize("added", [0, 1])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_expanded_buffer_that_is_not_saved_has_the_values_of_what_it_lies_in(
-    dtype: torch.dtype | None, nvme: Path, tmp_path: Path
+    added: int, dtype: torch.dtype | None, nvme: Path, tmp_path: Path
 ) -> None:
     def made(value: float) -> nn.Linear:
         layer, row = nn.Linear(8, 8), torch.full((1, 8), value)
@@ -191,10 +192,10 @@ def test_expanded_buffer_that_is_not_saved_has_the_values_of_what_it_lies_in(
         model, nvme, host_memory="64MiB", weights=tmp_path / "weights", compute_dtype=dtype
     ):
         assert model.get_buffer("rows").tolist() == [[3.0] * 8] * 3
-        model.get_buffer("row").add_(1)
-        assert model.get_buffer("rows").tolist() == [[4.0] * 8] * 3
+        model.get_buffer("row").add_(added)
+        assert model.get_buffer("rows").tolist() == [[3.0 + added] * 8] * 3
     model.get_buffer("row").add_(1)
-    assert model.get_buffer("rows").tolist() == [[5.0] * 8] * 3
+    assert model.get_buffer("rows").tolist() == [[4.0 + added] * 8] * 3
 
 
 class _Computing(nn.Linear):
