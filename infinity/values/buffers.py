@@ -125,6 +125,7 @@ class BufferConversion:
             and not (each.given is None and _is_none(changed))  # it may be read-only
             and _write(each.before, _back(each.came, buffer, changed))
         }
+        new: dict[int, torch.Tensor] = {}  # one for all places of one that cannot be written
         for (place, each, buffer, is_ours), changed in zip(ended, changes, strict=True):
             before = each.before
             is_unchanged = each.given is None and _is_none(changed)
@@ -135,7 +136,9 @@ class BufferConversion:
             elif _is_none(changed):
                 self._put(place, each.came.to(before.device))
             elif is_ours and changed is not None:
-                self._put(place, _back(each.came, buffer, changed).to(before.device))
+                if id(buffer) not in new:
+                    new[id(buffer)] = _back(each.came, buffer, changed).to(before.device)
+                self._put(place, new[id(buffer)])
             else:  # of a program, maybe: in the dtype that it chose
                 dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
                 self._put(place, buffer.to(before.device, dtype))

@@ -232,3 +232,31 @@ def test_buffer_on_meta_that_one_module_saves_comes_from_the_weights(
     with infinity.offload(model, nvme, host_memory="64MiB", weights=folder):
         for layer in model:
             assert layer.get_buffer("shared").tolist() == [3.0] * 8
+
+
+def _inference(value: float) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.full((4,), value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_inference, lambda value: torch.full((1,), value).expand(4)],
+    ids=["inference", "expand"],
+)
+def test_buffer_that_cannot_be_written_stays_one_tensor_in_all_its_places(
+    make: Callable[[float], torch.Tensor], nvme: Path, tmp_path: Path
+) -> None:
+    def made(value: float) -> nn.Sequential:
+        model, shared = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), make(value)
+        for layer in model:
+            layer.register_buffer("shared", shared)
+        return model
+
+    with infinity.offload(made(3), nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "weights")
+    model = made(0)
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=tmp_path / "weights"):
+        pass
+    assert model[0].get_buffer("shared") is model[1].get_buffer("shared")
+    assert model[0].get_buffer("shared").tolist() == [3.0] * 4
