@@ -11,6 +11,7 @@ Transfers run in the background, two at a time; ``finish`` waits for all.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,8 @@ class Reductions:
         offsets = [own.numel() * rank for rank in range(self._ranks.world_size + 1)]
         transfer = self._ranks.gather(own, every, offsets)
         transfer.wait()
-        rows_of = every.view(self._ranks.world_size, -1)
+        # Not rows of a view: those without elements begin where no gradient may.
+        rows_of = [every[low:high] for low, high in itertools.pairwise(offsets)]
         for (index, gradient), at in zip(bucket, _starts(sizes), strict=True):
             nbytes = gradient.numel() * gradient.dtype.itemsize
             parts = [row[at : at + nbytes].view(gradient.dtype) for row in rows_of]

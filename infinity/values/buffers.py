@@ -77,7 +77,11 @@ class BufferConversion:
                 if buffer is not None:
                     full = f"{prefix}.{name}" if prefix else name
                     found.append((module, name, buffer, self._values.buffer(full, buffer)))
-        reals = _sharing_as_before([each[2] for each in found], [each[3] for each in found])
+        reals = _sharing_as_before(
+            [buffer for *_, buffer, _ in found],
+            [real for *_, real in found],
+            [name not in module._non_persistent_buffers_set for module, name, *_ in found],
+        )
         converted = _converted(reals, self._convert)
         for (module, name, buffer, _), real in zip(found, reals, strict=True):
             inside = converted[id(real)]
@@ -121,16 +125,20 @@ class BufferConversion:
             and not (each.given is None and _is_none(changed))  # it may be read-only
             and _write(each.before, _back(each.came, buffer, changed))
         }
+        new: dict[int, torch.Tensor] = {}  # one for all places of one that cannot be written
         for (place, each, buffer, is_ours), changed in zip(ended, changes, strict=True):
             before = each.before
-            if is_ours and id(before) in written:
+            is_unchanged = each.given is None and _is_none(changed)
+            if is_unchanged or (is_ours and id(before) in written):
                 self._put(place, before)
+            elif is_ours and self._is_back(each, buffer, changed):
+                self._put(place, before)  # by what was written into another
             elif _is_none(changed):
                 self._put(place, each.came.to(before.device))
-            elif is_ours and each.given is None and _is_none(self._differing(before, buffer)):
-                self._put(place, before)  # by what was written into another
             elif is_ours and changed is not None:
-                self._put(place, _back(each.came, buffer, changed).to(before.device))
+                if id(buffer) not in new:
+                    new[id(buffer)] = _back(each.came, buffer, changed).to(before.device)
+                self._put(place, new[id(buffer)])
             else:  # of a program, maybe: in the dtype that it chose
                 dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
                 self._put(place, buffer.to(before.device, dtype))
@@ -169,6 +177,19 @@ class BufferConversion:
         """Which elements of ``buffer`` were changed, as a mask; None where that cannot be told."""
         changed = self._differing(each.made_of, buffer)
         return changed if changed is not None and changed.shape == each.came.shape else None
+
+    def _is_back(
+        self, each: _Converted, buffer: torch.Tensor, changed: torch.Tensor | None
+    ) -> bool:
+        """Whether the tensor from before the block has the values that it is to have."""
+        if each.given is None:
+            return _is_none(self._differing(each.before, buffer))
+        if changed is None:
+            return False
+        values = _back(each.given, buffer, changed).to(each.before.device)
+        if _kind(values) != _kind(each.before) or not _has_bits(values):
+            return False
+        return torch.equal(bits_of(values), bits_of(each.before))
 
     def _differing(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``buffer`` are not what those of ``before`` are converted to, bit for
@@ -227,7 +248,7 @@ def _has_each_element_once(tensor: torch.Tensor) -> bool:
 
 
 def _sharing_as_before(
-    buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor], is_saved: Sequence[bool]
 ) -> list[torch.Tensor]:
     """The ``values``, which a file may have given, each by itself: where ``buffers`` lie in one
     another's memory, views of one tensor with what loading a state dict into these would leave.
@@ -242,8 +263,10 @@ def _sharing_as_before(
         if len(taken) == 1 or not given:
             continue
         if not _can_be_view(group[0]):  # one tensor in several places, such as one on meta
+            # Of those on meta one that is not saved has what its module computes, and no file.
+            last = max(given, key=lambda place: (is_saved[place], place))
             for place in taken:
-                found[place] = values[given[-1]]
+                found[place] = values[last]
             continue
         if any(_shape_and_dtype(values[i]) != _shape_and_dtype(buffers[i]) for i in given):
             continue
@@ -252,8 +275,9 @@ def _sharing_as_before(
             _write(together[id(buffers[place])], values[place])
         for place in taken:
             view = together[id(buffers[place])]
-            # What cannot be written, as what `expand` gives, may have values that no other has.
-            if _has_each_element_once(view) or torch.equal(view, values[place]):
+            # What cannot be written, as what `expand` gives, may be given values that no other has.
+            is_written = place not in given or _has_each_element_once(view)
+            if is_written or torch.equal(view, values[place]):
                 found[place] = view
     return found
 

@@ -172,3 +172,91 @@ def test_values_of_an_expanded_buffer_come_from_its_weights(
     with infinity.offload(model, nvme, host_memory="64MiB", weights=tmp_path / "weights"):
         model.get_buffer("row").add_(1)
         assert model.get_buffer("rows").tolist() == [[4.0 if is_whole_saved else 3.0] * 8] * 3
+
+
+@pytest.mark.parametrize("added", [0, 1])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_expanded_buffer_that_is_not_saved_has_the_values_of_what_it_lies_in(
+    added: int, dtype: torch.dtype | None, nvme: Path, tmp_path: Path
+) -> None:
+    def made(value: float) -> nn.Linear:
+        layer, row = nn.Linear(8, 8), torch.full((1, 8), value)
+        layer.register_buffer("row", row)
+        layer.register_buffer("rows", row.expand(3, 8), persistent=False)
+        return layer
+
+    with infinity.offload(made(3), nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "weights")
+    model = made(0)
+    with infinity.offload(
+        model, nvme, host_memory="64MiB", weights=tmp_path / "weights", compute_dtype=dtype
+    ):
+        assert model.get_buffer("rows").tolist() == [[3.0] * 8] * 3
+        model.get_buffer("row").add_(added)
+        assert model.get_buffer("rows").tolist() == [[3.0 + added] * 8] * 3
+    model.get_buffer("row").add_(1)
+    assert model.get_buffer("rows").tolist() == [[4.0 + added] * 8] * 3
+
+
+class _Computing(nn.Linear):
+    """With a buffer that others may have, too, and that it can compute."""
+
+    def __init__(self, shared: torch.Tensor, *, persistent: bool) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("shared", shared, persistent=persistent)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "shared" in self._buffers:
+            self.get_buffer("shared").fill_(1)
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+@pytest.mark.parametrize("kind", ["export", "checkpoint"])
+def test_buffer_on_meta_that_one_module_saves_comes_from_the_weights(
+    kind: str, saved: int, nvme: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "weights"
+
+    def made() -> nn.Sequential:
+        shared = torch.full((8,), 3.0)
+        return nn.Sequential(*(_Computing(shared, persistent=i == saved) for i in range(2)))
+
+    with infinity.offload(made(), nvme, host_memory="64MiB") as offloaded:
+        if kind == "export":
+            offloaded.export(folder)
+        else:
+            offloaded.save(folder)
+    with torch.device("meta"):
+        model = made()
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=folder):
+        for layer in model:
+            assert layer.get_buffer("shared").tolist() == [3.0] * 8
+
+
+def _inference(value: float) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.full((4,), value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_inference, lambda value: torch.full((1,), value).expand(4)],
+    ids=["inference", "expand"],
+)
+def test_buffer_that_cannot_be_written_stays_one_tensor_in_all_its_places(
+    make: Callable[[float], torch.Tensor], nvme: Path, tmp_path: Path
+) -> None:
+    def made(value: float) -> nn.Sequential:
+        model, shared = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), make(value)
+        for layer in model:
+            layer.register_buffer("shared", shared)
+        return model
+
+    with infinity.offload(made(3), nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "weights")
+    model = made(0)
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=tmp_path / "weights"):
+        pass
+    assert model[0].get_buffer("shared") is model[1].get_buffer("shared")
+    assert model[0].get_buffer("shared").tolist() == [3.0] * 4

@@ -351,3 +351,19 @@ def test_parameters_without_elements_are_trained_over_ranks(tmp_path: Path) -> N
     (tmp_path / "one").mkdir()
     alone = trained_without_elements(0, tmp_path / "one")
     assert run_ranks(trained_without_elements, tmp_path / "two", 2) == [alone, alone]
+
+
+def trained_without_elements_alone(rank: int, folder: Path) -> list[int]:
+    """The shape, after a step, of a parameter without elements that is all that is small."""
+    model = nn.Linear(200, 200, bias=False)
+    nn.init.ones_(model.weight)
+    none = nn.Parameter(torch.zeros(0, 3))
+    model.register_parameter("none", none)
+    with infinity.offload(model, folder, process_group=world()) as offloaded:
+        (model(torch.ones(1, 200)).mean() + none.sum()).backward()
+        offloaded.step()
+    return [*none.shape]
+
+
+def test_parameters_without_elements_are_trained_beside_large_ones_alone(tmp_path: Path) -> None:
+    assert run_ranks(trained_without_elements_alone, tmp_path, 2) == [[0, 3]] * 2
