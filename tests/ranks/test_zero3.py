@@ -55,7 +55,7 @@ class _Ranks(TwoRanks):
         ours, _ = super().meet(kind, number, digest)
         return [ours, [kind, number, 0, self.digest_of(digest)]]
 
-    def leave(self, error: BaseException) -> None:
+    def leave_training(self, error: BaseException) -> None:
         self.left.append(error)
 
 
