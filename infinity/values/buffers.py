@@ -46,9 +46,10 @@ class BufferConversion:
     which lie in one another's memory still do inside; back on exit with the values they have.
     Elements that nothing changed meanwhile have the bits that they came with (from ``values``), and
     what was changed in place is then the tensor that it was, so that views of it from before the
-    block have these values, too. Where the block has not ``begun`` they are as they were. One that
-    a program put there and that has no values, being a view of weights that were changed since,
-    stays, and is refused by name when all others are back.
+    block have these values, too. Where the block has not ``begun`` they are as they were. A tensor
+    that a program put there is one of its own afterwards, in all places of it, and one that it put
+    in the place of another is there what it was. One that has no values, being a view of weights
+    that were changed since, stays, and is refused by name when all others are back.
 
     Blocks whose models have buffers in common end in any order: one that began later uses its own
     until it ends, and what an earlier one gives back is what the later one is to give back.
@@ -107,8 +108,10 @@ class BufferConversion:
             for place, each in self._converted.items():
                 self._put(place, each.before)
             return
+        owners = {id(each.inside): each for each in self._converted.values()}
+        # What stood for one buffer may have been put in the place of another.
         ended = [
-            (place, each, buffer, buffer is each.inside)
+            (place, each if buffer is each.inside else owners.get(id(buffer), each), buffer)
             for place, each in self._converted.items()
             if (buffer := self._now(place)) is not None
             and buffer is not each.before
@@ -116,32 +119,41 @@ class BufferConversion:
             and not buffer.is_meta  # a program's
         ]
         # All before the first is written: one may lie in the memory of another.
-        changes = [self._changes(each, buffer) for _, each, buffer, _ in ended]
+        changes = [self._changes(each, buffer) for _, each, buffer in ended]
+        new: dict[tuple[int, int], torch.Tensor] = {}  # one for all places of one
+        theirs: dict[int, torch.Tensor] = {}
+        for (_, each, buffer), changed in zip(ended, changes, strict=True):
+            if buffer is not each.inside:
+                if id(buffer) not in theirs:
+                    theirs[id(buffer)] = _of_program(each, buffer, changed)
+                new[id(buffer), id(each.before)] = theirs[id(buffer)]
         written = {
             id(each.before)
-            for (_, each, buffer, is_ours), changed in zip(ended, changes, strict=True)
-            if is_ours
+            for (_, each, buffer), changed in zip(ended, changes, strict=True)
+            if buffer is each.inside
             and changed is not None
             and not (each.given is None and _is_none(changed))  # it may be read-only
             and _write(each.before, _back(each.came, buffer, changed))
         }
-        new: dict[int, torch.Tensor] = {}  # one for all places of one that cannot be written
-        for (place, each, buffer, is_ours), changed in zip(ended, changes, strict=True):
-            before = each.before
-            is_unchanged = each.given is None and _is_none(changed)
-            if is_unchanged or (is_ours and id(before) in written):
-                self._put(place, before)
-            elif is_ours and self._is_back(each, buffer, changed):
-                self._put(place, before)  # by what was written into another
-            elif _is_none(changed):
-                self._put(place, each.came.to(before.device))
-            elif is_ours and changed is not None:
-                if id(buffer) not in new:
-                    new[id(buffer)] = _back(each.came, buffer, changed).to(before.device)
-                self._put(place, new[id(buffer)])
-            else:  # of a program, maybe: in the dtype that it chose
-                dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
-                self._put(place, buffer.to(before.device, dtype))
+        for (place, each, buffer), changed in zip(ended, changes, strict=True):
+            key = id(buffer), id(each.before)
+            if key not in new:
+                new[key] = self._of_ours(each, buffer, changed, key[1] in written)
+            self._put(place, new[key])
+
+    def _of_ours(
+        self, each: _Converted, buffer: torch.Tensor, changed: torch.Tensor | None, is_written: bool
+    ) -> torch.Tensor:
+        before = each.before
+        is_unchanged = each.given is None and _is_none(changed)
+        # By what was written into another, maybe.
+        if is_unchanged or is_written or self._is_back(each, buffer, changed):
+            return before
+        if _is_none(changed):
+            return each.came.to(before.device)
+        if changed is not None:
+            return _back(each.came, buffer, changed).to(before.device)
+        return buffer.to(before.device, before.dtype)
 
     def _now(self, place: _Place) -> torch.Tensor | None:
         """What is there for this block: a later one has put something of its own over it."""
@@ -225,6 +237,20 @@ def _back(came: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> to
     """The elements of ``buffer`` that were ``changed``, and of the others what they came with."""
     with torch.no_grad():
         return torch.where(changed.to(came.device), buffer.to(came.device, came.dtype), came)
+
+
+def _of_program(
+    each: _Converted, buffer: torch.Tensor, changed: torch.Tensor | None
+) -> torch.Tensor:
+    """What a tensor that a program put there is after the block: in the dtype that it chose, and
+    never the tensor from before, which may be a buffer somewhere else.
+    """
+    before = each.before
+    dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
+    with torch.no_grad():
+        if _is_none(changed) and (buffer.dtype, buffer.device) != (dtype, before.device):
+            return each.came.to(before.device, copy=True)
+    return buffer.to(before.device, dtype)
 
 
 def _write(before: torch.Tensor, values: torch.Tensor) -> bool:

@@ -165,3 +165,56 @@ def test_buffer_that_torch_does_not_write_to_is_loaded_or_refused_before_anythin
         else:
             offloaded.load(tmp_path / "saved")
             assert model.get_buffer("first").tolist() == [1, 1, 1, 1]
+
+
+def _two_with(table: torch.Tensor) -> tuple[nn.Module, nn.Module, nn.Module]:
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    for module in (first, last):
+        module.register_buffer("table", table)
+    return nn.Sequential(first, last), first, last
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("when", ["inside", "after"])
+def test_copy_put_in_the_place_of_a_shared_buffer_is_not_changed_with_it(
+    nvme: Path, when: str, dtype: torch.dtype | None
+) -> None:
+    table = torch.arange(4.0) / 3
+    model, first, last = _two_with(table)
+    came = table.clone()
+    with infinity.offload(model, nvme, compute_dtype=dtype):
+        first.table = first.get_buffer("table").clone()
+        if when == "inside":
+            last.get_buffer("table").mul_(2)
+    if when == "after":
+        last.get_buffer("table").mul_(2)
+    assert last.get_buffer("table") is table
+    assert torch.equal(first.get_buffer("table"), came)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_buffers_that_changed_places_are_the_tensors_that_they_were(
+    nvme: Path, dtype: torch.dtype | None
+) -> None:
+    one, other = torch.arange(4.0) / 3, torch.arange(4.0) / 7
+    model, first, last = _two_with(one)
+    last.table = other
+    came = one.clone()
+    with infinity.offload(model, nvme, compute_dtype=dtype):
+        first.table, last.table = last.get_buffer("table"), first.get_buffer("table")
+        first.get_buffer("table")[0] = 1
+    assert first.get_buffer("table") is other
+    assert last.get_buffer("table") is one
+    assert torch.equal(one, came)
+    assert torch.equal(other, torch.tensor([1, *(torch.arange(4.0) / 7)[1:]]))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_tensor_put_in_several_places_is_one_after_the_block(
+    nvme: Path, dtype: torch.dtype | None
+) -> None:
+    model, first, last = _two_with(torch.zeros(4))
+    with infinity.offload(model, nvme, compute_dtype=dtype):
+        first.table = last.table = torch.ones_like(first.get_buffer("table"))
+    assert first.get_buffer("table") is last.get_buffer("table")
+    assert first.get_buffer("table").dtype == torch.float32
