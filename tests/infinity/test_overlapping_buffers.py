@@ -132,6 +132,19 @@ def test_buffers_that_weights_are_loaded_into_keep_lying_in_one_another(
     assert second.get_buffer("part").tolist() == [9.0] * 8
 
 
+def _on_meta_and_stored(
+    made: Callable[[], nn.Sequential], kind: str, nvme: Path, folder: Path
+) -> nn.Sequential:
+    """A model without values, of which another one has left those that it has in ``folder``."""
+    with infinity.offload(made(), nvme, host_memory="64MiB") as offloaded:
+        if kind == "export":
+            offloaded.export(folder)
+        else:
+            offloaded.save(folder)
+    with torch.device("meta"):
+        return made()
+
+
 @pytest.mark.parametrize("kind", ["export", "checkpoint"])
 def test_buffer_on_meta_in_two_places_is_one_tensor_inside(
     kind: str, nvme: Path, tmp_path: Path
@@ -144,13 +157,7 @@ def test_buffer_on_meta_in_two_places_is_one_tensor_inside(
             layer.register_buffer("shared", shared)
         return model
 
-    with infinity.offload(made(), nvme, host_memory="64MiB") as offloaded:
-        if kind == "export":
-            offloaded.export(folder)
-        else:
-            offloaded.save(folder)
-    with torch.device("meta"):
-        model = made()
+    model = _on_meta_and_stored(made, kind, nvme, folder)
     with infinity.offload(model, nvme, host_memory="64MiB", weights=folder):
         model[0].get_buffer("shared").add_(1)
         assert model[1].get_buffer("shared").tolist() == [[2.0] * 8] * 2
@@ -222,13 +229,7 @@ def test_buffer_on_meta_that_one_module_saves_comes_from_the_weights(
         shared = torch.full((8,), 3.0)
         return nn.Sequential(*(_Computing(shared, persistent=i == saved) for i in range(2)))
 
-    with infinity.offload(made(), nvme, host_memory="64MiB") as offloaded:
-        if kind == "export":
-            offloaded.export(folder)
-        else:
-            offloaded.save(folder)
-    with torch.device("meta"):
-        model = made()
+    model = _on_meta_and_stored(made, kind, nvme, folder)
     with infinity.offload(model, nvme, host_memory="64MiB", weights=folder):
         for layer in model:
             assert layer.get_buffer("shared").tolist() == [3.0] * 8
