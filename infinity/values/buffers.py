@@ -4,7 +4,7 @@ dtype, inside the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -108,12 +108,13 @@ class BufferConversion:
             for place, each in self._converted.items():
                 self._put(place, each.before)
             return
-        owners = {id(each.inside): each for each in self._converted.values()}
+        owners = {id(c.inside): c for c in self._converted.values() if not c.before.is_meta}
+        aliased = self._by_elements()
         # What stood for one buffer may have been put in the place of another.
         ended = [
             (place, each if buffer is each.inside else owners.get(id(buffer), each), buffer)
             for place, each in self._converted.items()
-            if (buffer := self._now(place)) is not None
+            if (buffer := _original(self._now(place), aliased)) is not None
             and buffer is not each.before
             and not is_placeholder(buffer)
             and not buffer.is_meta  # a program's
@@ -123,9 +124,11 @@ class BufferConversion:
         new: dict[tuple[int, int], torch.Tensor] = {}  # one for all places of one
         theirs: dict[int, torch.Tensor] = {}
         for (_, each, buffer), changed in zip(ended, changes, strict=True):
+            is_made = id(buffer) in theirs and not theirs[id(buffer)].is_meta
+            if buffer is not each.inside and not is_made:
+                theirs[id(buffer)] = _of_program(each, buffer, changed)
+        for _, each, buffer in ended:
             if buffer is not each.inside:
-                if id(buffer) not in theirs:
-                    theirs[id(buffer)] = _of_program(each, buffer, changed)
                 new[id(buffer), id(each.before)] = theirs[id(buffer)]
         written = {
             id(each.before)
@@ -140,6 +143,10 @@ class BufferConversion:
             if key not in new:
                 new[key] = self._of_ours(each, buffer, changed, key[1] in written)
             self._put(place, new[key])
+
+    def _by_elements(self) -> dict[object, torch.Tensor]:
+        converted = (each for each in self._converted.values() if each.inside is not each.before)
+        return {_elements(c.inside): c.inside for c in converted if _can_be_view(c.inside)}
 
     def _of_ours(
         self, each: _Converted, buffer: torch.Tensor, changed: torch.Tensor | None, is_written: bool
@@ -239,6 +246,19 @@ def _back(came: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> to
         return torch.where(changed.to(came.device), buffer.to(came.device, came.dtype), came)
 
 
+def _original(
+    buffer: torch.Tensor | None, aliased: Mapping[object, torch.Tensor]
+) -> torch.Tensor | None:
+    """That of which ``buffer`` is another name, as ``detach`` and ``state_dict`` give one."""
+    if buffer is None or is_placeholder(buffer) or not _can_be_view(buffer):
+        return buffer
+    return aliased.get(_elements(buffer), buffer)
+
+
+def _elements(tensor: torch.Tensor) -> object:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), _kind(tensor)
+
+
 def _of_program(
     each: _Converted, buffer: torch.Tensor, changed: torch.Tensor | None
 ) -> torch.Tensor:
@@ -248,8 +268,8 @@ def _of_program(
     before = each.before
     dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
     with torch.no_grad():
-        if _is_none(changed) and (buffer.dtype, buffer.device) != (dtype, before.device):
-            return each.came.to(before.device, copy=True)
+        if changed is not None and (buffer.dtype, buffer.device) != (dtype, before.device):
+            return _back(each.came, buffer, changed).to(before.device)
     return buffer.to(before.device, dtype)
 
 
@@ -294,7 +314,8 @@ def _sharing_as_before(
             for place in taken:
                 found[place] = values[last]
             continue
-        if any(_shape_and_dtype(values[i]) != _shape_and_dtype(buffers[i]) for i in given):
+        pairs = [(values[place], buffers[place]) for place in given]
+        if any(new.shape != old.shape or new.dtype != old.dtype for new, old in pairs):
             continue
         together = _converted_together(group, torch.clone)  # they stay as they are until the end
         for place in given:
@@ -306,10 +327,6 @@ def _sharing_as_before(
             if is_written or torch.equal(view, values[place]):
                 found[place] = view
     return found
-
-
-def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
 
 
 def _converted(

@@ -218,3 +218,34 @@ def test_tensor_put_in_several_places_is_one_after_the_block(
         first.table = last.table = torch.ones_like(first.get_buffer("table"))
     assert first.get_buffer("table") is last.get_buffer("table")
     assert first.get_buffer("table").dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_other_name_of_a_shared_buffer_put_in_its_place_shares_it_after_the_block(
+    dtype: torch.dtype | None, nvme: Path
+) -> None:
+    model, first, second = _two_with(torch.full((4,), 1 / 3))
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=dtype):
+        first.table = first.get_buffer("table").detach()
+    second.get_buffer("table").fill_(2)
+    assert first.get_buffer("table").tolist() == [2.0] * 4
+
+
+def test_copy_that_was_changed_in_part_has_the_bits_that_came_elsewhere(nvme: Path) -> None:
+    model, first, _ = _two_with(torch.full((4,), 1 / 3))
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        first.table = first.get_buffer("table").clone()
+        first.get_buffer("table")[0] = 1
+    assert torch.equal(first.get_buffer("table"), torch.tensor([1, *[1 / 3] * 3]))
+
+
+def test_buffer_put_where_one_on_meta_was_is_real_in_all_places(nvme: Path, tmp_path: Path) -> None:
+    stored, *_ = _two_with(torch.ones(4))
+    with infinity.offload(stored, nvme, host_memory="64MiB") as offloaded:
+        offloaded.export(tmp_path / "weights")
+    model, first, second = _two_with(torch.ones(4))
+    second.table = second.get_buffer("table").to("meta")
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=tmp_path / "weights"):
+        first.table = second.get_buffer("table")
+        second.get_buffer("table").add_(1)
+    assert first.get_buffer("table").tolist() == [2.0] * 4
