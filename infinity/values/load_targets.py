@@ -22,6 +22,7 @@ from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tens
 from infinity.values.component_bytes import MASTER_COMPONENTS, ComponentBytes, components_of_tensor
 from infinity.values.module_state import persistent_buffers
 from infinity.values.persistence import TrainingState
+from infinity.values.rank_state import own_buffers, own_parts
 
 
 def check_targets(path: Path, moved: Relocation, tree: Mapping[str, Any]) -> None:
@@ -57,6 +58,8 @@ class Targets:
     """Weights without a master, which have one here."""
     buffers: frozenset[str]
     """Those that were saved in another dtype."""
+    own: dict[str, Any]
+    """What this rank saved for itself; its buffers are in none of the others."""
 
 
 def targets_of(
@@ -65,12 +68,15 @@ def targets_of(
     """Raises ``ValueError`` naming a weight that is of another kind of numbers here, and a buffer
     that is to be converted and cannot be. ``read`` is ``checkpoint.load`` of it.
     """
-    others = _converted_buffers(training, saved, read)
-    buffers = {
-        name: buffer
-        for name, buffer in persistent_buffers(training.model).items()
-        if saved["buffers"].get(name) and name not in others
-    }
+    here = persistent_buffers(training.model)
+    parts = own_parts(read, training.rank_context.rank, saved)
+    own = own_buffers(parts, training.model)
+    for name, stored in own.items():
+        if stored is not None and name in here:
+            _check_buffer(name, stored, here[name])
+    of_all = {name: b for name, b in here.items() if saved["buffers"].get(name) and name not in own}
+    others = _converted_buffers(of_all, saved, read)
+    buffers = {name: buffer for name, buffer in of_all.items() if name not in others}
     same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
     converted, recast, bare = [], [], []
     for leaf in checkpoint_tensors_of(training.model, training.records):
@@ -94,37 +100,39 @@ def targets_of(
                 same["optimizer"].setdefault(name, {})[leaf.name] = component
         if is_converted:
             converted.append(leaf)
-    return Targets(same, converted, recast, bare, others)
+    return Targets(same, converted, recast, bare, others, parts)
 
 
 def _converted_buffers(
-    training: TrainingState, saved: Mapping[str, Any], read: Callable[..., Any]
+    here: Mapping[str, torch.Tensor], saved: Mapping[str, Any], read: Callable[..., Any]
 ) -> frozenset[str]:
-    here = persistent_buffers(training.model)
-    names = [name for name in here if saved["buffers"].get(name)]
-    if not names:
+    if not here:
         return frozenset()
-    tree = read(only=[literal(f"model.{name}") for name in names], map_location="meta")["model"]
+    tree = read(only=[literal(f"model.{name}") for name in here], map_location="meta")["model"]
     found = set()
-    for name in names:
-        buffer, stored = here[name], tree[name]
+    for name, buffer in here.items():
+        stored = tree[name]
         if stored.dtype == buffer.dtype and not saved.get("is_foreign"):
             continue
-        if stored.shape != buffer.shape:
-            raise ValueError(
-                f"{name} has shape {list(stored.shape)} in the checkpoint, {list(buffer.shape)} in "
-                "the model, which is left as it was; load it into a model like the one that was "
-                "saved"
-            )
-        _check_kind(name, stored.dtype, buffer.dtype)
-        is_strided = buffer.layout == torch.strided
-        if is_strided and may_overlap_itself(buffer.shape, buffer.stride()):
-            raise ValueError(
-                f"{name} is a buffer whose elements share memory with each other, as expanded ones "
-                "do, in the model, which is left as it was; give it memory by clone()"
-            )
+        _check_buffer(name, stored, buffer)
         found.add(name)
     return frozenset(found)
+
+
+def _check_buffer(name: str, stored: torch.Tensor, buffer: torch.Tensor) -> None:
+    if stored.shape != buffer.shape:
+        raise ValueError(
+            f"{name} has shape {list(stored.shape)} in the checkpoint, {list(buffer.shape)} in "
+            "the model, which is left as it was; load it into a model like the one that was "
+            "saved"
+        )
+    _check_kind(name, stored.dtype, buffer.dtype)
+    is_strided = buffer.layout == torch.strided
+    if is_strided and may_overlap_itself(buffer.shape, buffer.stride()):
+        raise ValueError(
+            f"{name} is a buffer whose elements share memory with each other, as expanded ones "
+            "do, in the model, which is left as it was; give it memory by clone()"
+        )
 
 
 def _check_kind(name: str, stored: torch.dtype, here: torch.dtype) -> None:

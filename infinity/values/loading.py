@@ -41,6 +41,7 @@ from infinity.values.optimizer_match import (
 from infinity.values.persistence import FORMAT, TrainingState
 from infinity.values.rank_state import (
     check_same_save,
+    own_buffers,
     restore_own,
     restore_random,
     saves_seen,
@@ -308,28 +309,27 @@ def _load_values(
         training.state.device,
         lambda name: read(only=[literal(f"model.{name}")])["model"][name],
         converts=targets.buffers,
+        keeps=own_buffers(targets.own, model),
     )
-    return _load_own(training, saved, read)
+    return _load_own(training, saved, targets.own, read)
 
 
 def _load_own(
-    training: TrainingState, saved: Mapping[str, Any], read: Read
+    training: TrainingState, saved: Mapping[str, Any], parts: Mapping[str, Any], read: Read
 ) -> tuple[Any, dict[str, Any]]:
     """Buffers that are this rank's own; the ``extra`` that it returns, and states of modules."""
     states = dict(saved.get("module_states", {}))
-    rank, world_size = training.rank_context.rank, training.rank_context.world_size
+    world_size = training.rank_context.world_size
     own, saved_by = saved.get("own_states", []), saved.get("world_size", world_size)
     lost = [other for other in own if other >= world_size]
-    if rank == 0 and own and (lost or saved_by < world_size):
+    if training.rank_context.rank == 0 and own and (lost or saved_by < world_size):
         logger.warning(
             "saved by %d ranks, loaded on %d: %s", saved_by, world_size, _changed(lost, saved_by)
         )
-    if rank in own:
-        has_extra, extra, own_states = restore_own(read, rank, training.model)
-        states |= own_states
-        if has_extra:
-            return extra, states
-    return read(only=["extra.*"])["extra"].get("value"), states
+    has_extra, extra, own_states = restore_own(parts, training.model, training.state.device)
+    if has_extra:
+        return extra, states | own_states
+    return read(only=["extra.*"])["extra"].get("value"), states | own_states
 
 
 def _changed(lost: list[int], saved_by: int) -> str:

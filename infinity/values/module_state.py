@@ -114,11 +114,15 @@ def load_buffers(
     load: Callable[[str], torch.Tensor],
     *,
     converts: Collection[str],
+    keeps: Collection[str],
 ) -> None:
     """Give values to buffers that are None here and were not, and take them from those that were.
     ``load`` reads a buffer of the checkpoint. ``converts``: to these others, too, in their dtype.
+    ``keeps``: not to these.
     """
     for name, buffer in buffers_of(model).items():
+        if name in keeps:
+            continue
         if (buffer is None or name in converts) and theirs.get(name):
             set_buffer(model, name, load(name).to(device))
         elif buffer is not None and not theirs.get(name, True):

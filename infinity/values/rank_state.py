@@ -27,7 +27,7 @@ from checkpoint.ranks.turn import Turn, in_turn
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.context import RankContext
 from infinity.values.component_bytes import BytesOfRank
-from infinity.values.module_state import buffers_of, module_states, set_buffer
+from infinity.values.module_state import Buffers, buffers_of, module_states, set_buffer
 
 logger = logging.getLogger(__name__)
 _EXTRA = "extra"
@@ -81,20 +81,31 @@ def _digest(part: Any) -> str:
     return hashlib.sha256(pack(part).numpy().data).hexdigest()
 
 
+def own_parts(read: Callable[..., Any], rank: int, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank saved for itself; nothing where that was what rank 0 saved.
+
+    ``read`` is ``checkpoint.load`` of a checkpoint of which ``saved`` are the scalars. Raises as
+    that.
+    """
+    if rank not in saved.get("own_states", ()):
+        return {}
+    parts: dict[str, Any] = unpack(read(only=[f"ranks.{rank}"])["ranks"][str(rank)])
+    return parts
+
+
+def own_buffers(parts: Mapping[str, Any], model: nn.Module) -> Buffers:
+    """Those of ``own_parts`` that ``model`` has: they come in the place of what rank 0 saved."""
+    return {name: parts[_BUFFER + name] for name in buffers_of(model) if _BUFFER + name in parts}
+
+
 def restore_own(
-    read: Callable[..., Any], rank: int, model: nn.Module
+    parts: Mapping[str, Any], model: nn.Module, device: torch.device
 ) -> tuple[bool, Any, dict[str, Any]]:
     """Fill ``model`` with the buffers that this rank saved; gives whether it saved an ``extra`` of
     its own, and that, and the states of modules that it saved.
-
-    ``read`` is ``checkpoint.load`` of a checkpoint that has a state of this rank. Raises as that.
     """
-    parts: dict[str, Any] = unpack(read(only=[f"ranks.{rank}"])["ranks"][str(rank)])
-    buffers = buffers_of(model)
-    with torch.no_grad():
-        for name, value in parts.items():
-            if name.startswith(_BUFFER) and name.removeprefix(_BUFFER) in buffers:
-                set_buffer(model, name.removeprefix(_BUFFER), value)
+    for name, value in own_buffers(parts, model).items():
+        set_buffer(model, name, None if value is None else value.to(device))
     states = {
         name.removeprefix(_MODULE): value
         for name, value in parts.items()

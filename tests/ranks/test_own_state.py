@@ -11,7 +11,7 @@ from torch import nn
 
 import checkpoint
 from checkpoint.interop.packing import pack, unpack
-from infinity.values.rank_state import restore_own
+from infinity.values.rank_state import own_parts, restore_own
 from tests.support import rank_states
 from tests.support.ranks import run_ranks
 
@@ -65,9 +65,22 @@ def test_a_buffer_that_one_rank_alone_has_is_restored_there() -> None:
     mine = nn.Module()
     mine.register_buffer("here", torch.zeros(3))
     parts = {"buffer.here": torch.ones(3), "buffer.gone": torch.ones(2)}
-    found = restore_own(lambda only: {"ranks": {"1": pack(parts)}}, 1, mine)
+    own = own_parts(lambda only: {"ranks": {"1": pack(parts)}}, 1, {"own_states": [1]})
+    found = restore_own(own, mine, torch.device("cpu"))
     assert found == (False, None, {})
     assert torch.equal(mine.get_buffer("here"), torch.ones(3))
+
+
+def test_buffers_that_grew_on_one_rank_come_back_there_or_are_refused_first(tmp_path: Path) -> None:
+    for rank, told in enumerate(run_ranks(rank_states.grown, tmp_path, 2)):
+        sizes = [3 + rank, 5 + rank]
+        assert told["in the block"] == ["", *sizes]
+        assert told["made in a pass"] == ["", *sizes]
+        cause = "ValueError: " if rank else "RankFailedError: rank 1 failed: ValueError: "
+        assert told["other shape"].startswith(
+            f"{cause}seen has shape [6] in the checkpoint, [5] in"
+        )
+        assert told["then"] == ""
 
 
 @pytest.mark.proof

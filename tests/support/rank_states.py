@@ -124,3 +124,38 @@ def stopped(rank: int, folder: Path) -> dict[str, Any]:
         offloaded.load(folder / "saved")
         train(offloaded, model, batches)
         return told
+
+
+def grown(rank: int, folder: Path) -> dict[str, Any]:
+    """Load what was saved where two buffers, one of them None at first, are longer on rank 1: into
+    the model that has them, into one where both are None, and into one where one is as on rank 0.
+    What each load, and a step behind the last, raises, and how long the buffers are.
+    """
+    path = folder / "saved"
+
+    def load(model: nn.Module, offloaded: Any) -> list[Any]:
+        raised = complaint(lambda: offloaded.load(path))
+        return [raised, *(len(model.get_buffer(name)) for name in ("lazy", "seen"))]
+
+    def made(seen: torch.Tensor | None) -> nn.Module:
+        model = seeded(model_with_statistics)
+        model.register_buffer("lazy", None)
+        model.register_buffer("seen", seen)
+        return model
+
+    told: dict[str, Any] = {}
+    model = made(torch.zeros(5))
+    with offload(model, folder, dist.group.WORLD) as offloaded:
+        model.lazy = torch.full((3 + rank,), float(rank))
+        model.seen = torch.full((5 + rank,), float(rank))
+        offloaded.save(path)
+        told["in the block"] = load(model, offloaded)
+    model = made(None)
+    with offload(model, folder, dist.group.WORLD) as offloaded:
+        told["made in a pass"] = load(model, offloaded)
+    model = made(torch.zeros(5))
+    with offload(model, folder, dist.group.WORLD) as offloaded:
+        told["other shape"] = complaint(lambda: offloaded.load(path))
+        batches = torch.Generator().manual_seed(rank)
+        told["then"] = complaint(lambda: train(offloaded, model, batches))
+    return told

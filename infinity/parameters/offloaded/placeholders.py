@@ -286,18 +286,21 @@ def refusal_past_tiles(name: str) -> str:
 
 _WAYS = "it values: to_empty and load_state_dict, or another block with weights= or offloaded.load"
 """What is to be given to a parameter without values."""
+_AFTER = ", after which it is there again: save or export what you train before that block ends"
 
 
 def refusal_of_lost(name: str) -> str:
     """What is said about the parameter ``name`` after a block at whose end nobody could read it."""
     why = "they could not be read back as an offload block ended"
-    return _refusal_of_valueless(name, why, f"Call retry() of the RestoreError, or give {_WAYS}")
+    return _refusal_of_valueless(
+        name, why, f"Call retry() of the RestoreError, or give {_WAYS}{_AFTER}"
+    )
 
 
 def refusal_of_gone(name: str) -> str:
     """The same where it was partitioned, and a rank failed."""
     why = "a rank failed in the offload block, with its part of them"
-    return _refusal_of_valueless(name, why, f"Give {_WAYS} of the last checkpoint")
+    return _refusal_of_valueless(name, why, f"Give {_WAYS} of the last checkpoint{_AFTER}")
 
 
 def refusal_of_mixed(name: str) -> str:
@@ -306,7 +309,7 @@ def refusal_of_mixed(name: str) -> str:
         "what replaced them in the offload block was stopped, they were in part from before and in "
         "part from after it"
     )
-    return _refusal_of_valueless(name, why, f"Give {_WAYS}")
+    return _refusal_of_valueless(name, why, f"Give {_WAYS}{_AFTER}")
 
 
 def _refusal_of_valueless(name: str, why: str, remedy: str) -> str:
