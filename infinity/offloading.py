@@ -31,6 +31,7 @@ from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import OptimizerFactory
 from infinity.optim.rule import NativeOptimizer
 from infinity.parameters.compiled import NamesOfModules
+from infinity.parameters.offloaded.placeholders import is_lost
 from infinity.parameters.records import Record, records_of
 from infinity.parameters.structure import WithoutWeakReferences
 from infinity.planning.placing import (
@@ -179,16 +180,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
         records = records_of(model, dtype)
         values = values_for(model, records, options.weights)
         if options.max_parameter_bytes is not None:
-            tiling = Tiling(
-                model,
-                records,
-                options.max_parameter_bytes,
-                dtype,
-                device=options.device,
-                is_partitioned=ranks is not None,
-                claim=claim.take,
-            )
-            undo.enter_context(tiling)
+            tiling = undo.enter_context(_tiling(model, records, options, ranks, claim))
             records = records_of(model, dtype)
             values = tiling.values(values, records)
         rule, inner = rule_for(options.optimizer, records)
@@ -232,6 +224,8 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     undo.callback(partial(_let_go, training))
     with on_all_ranks(ranks):
         fill_all(state, records, values, rank_context, memory_bytes=training.checkpoint_bytes)
+        if options.weights is None:
+            _refuse_drawn(state, records)
     rank_context.agree_on_values()
     undo.enter_context(BufferConversion(model, options.device, dtype, values, training.begun))
     activations.leave_alone(model.buffers())
@@ -240,6 +234,31 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     _wait_for_others(undo, training, snapshots)
     give_back_freed_memory()  # which the model had its values in
     return OffloadedModel(training, snapshots)
+
+
+def _refuse_drawn(state: TieredState, records: Sequence[Record]) -> None:
+    """Where an earlier block lost what parameters were trained to: until that is loaded."""
+    without = [record.index for record in records if is_lost(record.parameter)]
+    state.mixture.begin_without(without, "drawn ones, since no weights= were given")
+
+
+def _tiling(
+    model: nn.Module,
+    records: Sequence[Record],
+    options: Options,
+    ranks: Ranks | None,
+    claim: Claim,
+) -> Tiling:
+    assert options.max_parameter_bytes is not None
+    return Tiling(
+        model,
+        records,
+        options.max_parameter_bytes,
+        options.compute_dtype,
+        device=options.device,
+        is_partitioned=ranks is not None,
+        claim=claim.take,
+    )
 
 
 def _let_go(training: Training) -> None:

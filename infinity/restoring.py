@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from infinity.parameters.offloaded.becoming import become_plain, replace_paramet
 from infinity.parameters.offloaded.modes import own_modes
 from infinity.parameters.offloaded.parameter import take_grad
 from infinity.parameters.offloaded.placeholders import (
+    device_of_values,
     lost,
     reason_of,
     refusal_of_gone,
@@ -46,8 +48,7 @@ from swap.tiered import TieredState
 _log = logging.getLogger(__name__)
 
 _PAUSES_SECONDS = (0.0, 0.05, 0.25)
-"""Before each try to read; the first failure that outlasts all of them is the last that is waited
-for."""
+"""Before each try to read; after a failure that outlasts all of them, none is waited for."""
 T = TypeVar("T")
 
 
@@ -55,8 +56,7 @@ class Restoring:
     """Gives parameters back their values, on the device and in the dtype that they came with.
 
     Until the block has begun those are the ones that they came with, whatever the tiers have. Those
-    of partitioned parameters are with all ranks. Where some rank has failed they cannot be had any
-    more: those parameters are on the meta device then.
+    of partitioned parameters are with all ranks; they are on meta where one has failed.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Restoring:
         self._now[record.index] = record.parameter
         self._own[record.index] = record.parameter.data
         self._came_without[record.index] = reason_of(record.parameter)
+        record = replace(record, device=device_of_values(record.parameter))
         if record.parameter.grad is not None:
             self.gradients[record.index] = record.parameter.grad
         self._is_partitioned = self._is_partitioned or record.is_partitioned
@@ -160,8 +161,7 @@ class Restoring:
             self._refusals.pop().remove()
         came_with_values = [r for r in self._records.values() if r.device.type != "meta"]
         lost = [self._now[r.index] for r in came_with_values if self._now[r.index].is_meta]
-        if lost:
-            self._refusals = refuse_calls(self._model, lost)
+        self._refusals = refuse_calls(self._model, lost) if lost else []
 
     def _tell(self) -> None:
         """An error is told when it is on its way; one that an interrupt kept back is told later."""
@@ -269,14 +269,14 @@ class Restoring:
     def _values_of(self, record: Record) -> torch.Tensor:
         """On the meta device if they cannot be had."""
         stride = record.stride or torch.empty(record.shape, device="meta").stride()
-        nothing = partial(lost, record.shape, stride, record.dtype)
+        nothing = partial(lost, record.shape, stride, record.dtype, device=record.device)
         if record.device.type == "meta":
-            return nothing(self._came_without[record.index])
+            return nothing(None)
         if not self._begun.is_set():
             return self._own[record.index]
         if record.index in self._state.mixture.without_values:
             self._missing.pop(record.index, None)
-            return nothing(refusal_of_mixed(record.name))
+            return nothing(self._came_without[record.index] or refusal_of_mixed(record.name))
         if record.is_partitioned and not self._rank_context.is_whole:
             return nothing(refusal_of_gone(record.name))
         read = partial(self._read, record)

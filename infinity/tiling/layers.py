@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from infinity.parameters.compiled import compiled_blocks
 from infinity.parameters.first_values import StoredValues, Values
+from infinity.parameters.offloaded.placeholders import is_lost
 from infinity.parameters.records import ALWAYS_ON_HOST_ELEMENTS, Record, compute_dtype_of
 from infinity.tiling.cut_weights import CutWeight
 from infinity.tiling.tile import CHILD, Owner, WalksOverWholes
@@ -267,6 +268,8 @@ def _reason_against_use(module: nn.Module, own: str, *, is_partitioned: bool) ->
 
 def _reason_against_parameter(parameter: torch.Tensor) -> str | None:
     """What ``parameter`` has that cannot be cut with it."""
+    if is_lost(parameter):
+        return "a parameter that lost its values in an earlier block"
     hooked: Any = parameter
     if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
         return "a parameter with hooks"

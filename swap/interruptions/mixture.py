@@ -1,5 +1,5 @@
-"""Values that are of no one moment, because what changed them was stopped, and the refusal to go on
-with them.
+"""Values that are of no one moment, because what changed them was stopped, or because some were
+lost before, and the refusal to go on with them.
 
 Invariant: whoever replaces values, or state, says so before the first of them is changed
 (``Mixture.changing``). Where that does not come to its end, whatever the reason, everything but
@@ -21,8 +21,9 @@ _REMEDY = (
 
 class MixedStateError(RuntimeError):
     """Weights or optimizer state are in part from before a change that was stopped, and in part
-    from after it: there is nothing to train on, to save or to read. ``parameters`` are the names of
-    those whose values or state that is.
+    from after it, or weights were lost in an earlier block and not loaded since: there is nothing
+    to train on, to save or to read. ``parameters`` are the names of those whose values or state
+    that is.
     """
 
     def __init__(self, message: str, parameters: Sequence[str] = ()) -> None:
@@ -56,6 +57,8 @@ class _Stopped:
     why: str
     has_values: bool
     """Whether the values are still worth having as the block ends."""
+    is_in_part: bool
+    """Whether they may be in part from before the change and in part from after it."""
     cause: BaseException | None = None
 
 
@@ -126,9 +129,18 @@ class Mixture:
         except BaseException as failure:
             if change.scope is not None:
                 why = f"{what} was stopped ({_told(failure)})"
-                stopped = _Stopped(change.scope, why, has_values=False)
+                stopped = _Stopped(change.scope, why, has_values=False, is_in_part=True)
                 self.stopped = (*change.before, stopped)
             raise
+
+    def begin_without(self, parameters: Iterable[int], values: str) -> None:
+        """These were lost before: ``values`` are no others of the model's moment."""
+        scope = Scope(frozenset(parameters))
+        if scope.values:
+            names = self._listed(scope.values)
+            why = f"an earlier block lost the values of {names}, and here it has {values}"
+            lost = _Stopped(scope, why, has_values=False, is_in_part=False)
+            self.stopped = (*self.stopped, lost)
 
     def stop_step(self, failure: BaseException, parameters: Iterable[int]) -> MixedStateError:
         """An update was stopped by ``failure``, and cannot be repeated: the ``parameters`` are as
@@ -142,7 +154,7 @@ class Mixture:
             f"a step was stopped ({_told(failure)}), which cannot be repeated: {left}, and all "
             "else that it updates is as after it"
         )
-        stopped = _Stopped(scope, why, has_values=True, cause=failure)
+        stopped = _Stopped(scope, why, has_values=True, is_in_part=False, cause=failure)
         self.stopped = (*self.stopped, stopped)
         error = self._error(stopped)
         error.__cause__ = failure
@@ -151,7 +163,7 @@ class Mixture:
     def _error(self, stopped: _Stopped) -> MixedStateError:
         parameters = stopped.scope.values if stopped.has_values else stopped.scope.parameters
         text = stopped.why
-        if not stopped.has_values:
+        if stopped.is_in_part:
             text += f", and {self._listed(parameters)} may be in part as before and in part not"
         return MixedStateError(f"{text}; {_REMEDY}", self._named(parameters))
 

@@ -105,8 +105,7 @@ def test_call_of_a_model_without_its_values_is_refused_by_name_until_it_has_some
     weights = tmp_path / "weights.safetensors"
     with infinity.offload(model, tmp_path, optimizer=None, weights=weights):
         assert same_bits(model(inputs), expected)
-    with pytest.raises(RuntimeError, match="or export what you train before that block ends"):
-        model(inputs)
+    assert same_bits(model(inputs), expected)
 
 
 def test_errors_of_two_blocks_are_retried_in_any_order(tmp_path: Path) -> None:

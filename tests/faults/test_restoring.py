@@ -120,8 +120,6 @@ def test_swap_files_go_with_the_error_that_keeps_them(tmp_path: Path) -> None:
     gc.collect()
     close_gone()
     assert list(tmp_path.iterdir()) == []
-    with infinity.offload(model, tmp_path):  # what is on meta is initialised, as ever
-        pass
 
 
 def test_swap_files_go_with_the_error_of_a_step_that_could_not_be_finished(tmp_path: Path) -> None:

@@ -182,18 +182,79 @@ def test_lost_parameter_that_was_given_values_is_as_any_other(
     assert same_bits(_weight(model), _weight(_model()))
 
 
-def test_parameter_without_values_is_lost_again_after_a_block_with_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [None, infinity.AdamW()], ids=["inference", "training"])
+@pytest.mark.parametrize("way", ["weights", "load"])
+def test_parameter_without_values_comes_back_from_a_block_that_gives_it_some(
+    way: str, optimizer: infinity.AdamW | None, tmp_path: Path
+) -> None:
     model, inputs = _model(), torch.ones(2, BIG)
     expected = model(inputs).detach()
+    weights, saved = tmp_path / "weights.safetensors", tmp_path / "saved"
+    save_file(_model().state_dict(), weights)
+    with infinity.offload(_model(), tmp_path, optimizer=optimizer) as offloaded:
+        offloaded.save(saved)
     restore_error(model, tmp_path)
     gc.collect()
-    weights = tmp_path / "weights.safetensors"
-    save_file(_model().state_dict(), weights)
-    with infinity.offload(model, tmp_path, optimizer=None, weights=weights):
+    given = weights if way == "weights" else None
+    with infinity.offload(model, tmp_path, optimizer=optimizer, weights=given) as offloaded:
+        if way == "load":
+            offloaded.load(saved)
         assert same_bits(model(inputs), expected)
-        assert same_bits(F.linear(inputs, _weight(model)), expected)
+    assert same_bits(_weight(model), _weight(_model()))
+    assert same_bits(model(inputs), expected)
+    assert type(_weight(copy.deepcopy(model))) is nn.Parameter
+
+
+def _use_first(model: nn.Module, offloaded: infinity.OffloadedModel, folder: Path) -> None:
+    model(torch.ones(2, BIG))
+
+
+def _gather_first(model: nn.Module, offloaded: infinity.OffloadedModel, folder: Path) -> None:
+    with offloaded.gathered(modify=True):
+        pass
+
+
+def _save_first(model: nn.Module, offloaded: infinity.OffloadedModel, folder: Path) -> None:
+    offloaded.save(folder / "saved")
+
+
+def _only_leave(model: nn.Module, offloaded: infinity.OffloadedModel, folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize("does", [_use_first, _gather_first, _save_first, _only_leave])
+def test_block_does_nothing_with_drawn_values_in_the_place_of_lost_ones(
+    does: Callable[[nn.Module, infinity.OffloadedModel, Path], None], tmp_path: Path
+) -> None:
+    model = _model()
+    restore_error(model, tmp_path)
+    gc.collect()
+    with (
+        pytest.raises(infinity.MixedStateError, match=r"lost the values of 0\.weight") as told,
+        infinity.offload(model, tmp_path) as offloaded,
+    ):
+        does(model, offloaded, tmp_path)
+    assert told.value.parameters == ["0.weight"]
     with pytest.raises(RuntimeError, match=NAMED):
-        F.linear(inputs, _weight(model))
+        F.linear(torch.ones(2, BIG), _weight(model))
+
+
+def test_lost_parameter_of_a_block_that_could_not_begin_is_as_it_was(tmp_path: Path) -> None:
+    model = _model()
+    restore_error(model, tmp_path)
+    gc.collect()
+    with (
+        pytest.raises(ValueError, match="other"),
+        infinity.offload(model, tmp_path, weights=_file_of(tmp_path, {"other": torch.ones(2)})),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match=NAMED):
+        F.linear(torch.ones(2, BIG), _weight(model))
+
+
+def _file_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, folder / "other.safetensors")
+    return folder / "other.safetensors"
 
 
 def test_what_is_said_of_lost_values_goes_with_them(tmp_path: Path) -> None:
@@ -201,7 +262,7 @@ def test_what_is_said_of_lost_values_goes_with_them(tmp_path: Path) -> None:
     restore_error(model, tmp_path)
     key = _weight(model).untyped_storage()._cdata
     gc.collect()
-    assert "0.weight" in placeholders._texts[key]
+    assert "0.weight" in placeholders._losses[key].refusal
     del model
     gc.collect()
-    assert key not in placeholders._texts
+    assert key not in placeholders._losses

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import finalize
 
 import torch
@@ -38,8 +38,16 @@ _libraries: list[Any] = []
 _lenders: dict[int, torch.Tensor] = {}
 """By the storage of a placeholder, while the model is offloaded."""
 
-_texts: dict[int, str] = {}
-"""Why a tensor on the meta device has no values, by its storage, which has no memory for that."""
+
+class _Loss(NamedTuple):
+    """Of a tensor on the meta device: why it has no values, and where they were."""
+
+    refusal: str
+    device: torch.device
+
+
+_losses: dict[int, _Loss] = {}
+"""By the storage, which has no memory for that."""
 _FACTORIES = frozenset(
     f"aten::{name}"
     for name in (
@@ -154,11 +162,15 @@ def placeholder(
 
 @own_modes
 def lost(
-    shape: torch.Size, stride: Sequence[int], dtype: torch.dtype, refusal: str | None
+    shape: torch.Size,
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    refusal: str | None,
+    device: torch.device,
 ) -> torch.Tensor:
-    """A tensor on the meta device that no operator computes with: they raise ``RuntimeError`` with
-    ``refusal``. What asks for no values works (``empty_like``, on which ``to_empty`` rests). With
-    None it is one of torch's own.
+    """A tensor on the meta device, with values on ``device`` before, that no operator computes
+    with: they raise ``RuntimeError`` with ``refusal``. What asks for no values works
+    (``empty_like``, on which ``to_empty`` rests). With None it is one of torch's own.
     """
     if refusal is None or not _libraries:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -172,8 +184,8 @@ def lost(
             _extra_dispatch_keys=_KEYS,
         ).data
     storage = face.untyped_storage()
-    _texts[storage._cdata] = refusal
-    finalize(storage, _texts.pop, storage._cdata, None)
+    _losses[storage._cdata] = _Loss(refusal, device)
+    finalize(storage, _losses.pop, storage._cdata, None)
     return face
 
 
@@ -185,6 +197,11 @@ def is_lost(leaf: Any) -> bool:
 def reason_of(leaf: torch.Tensor) -> str | None:
     """Why one of ``lost`` has no values; None for any other tensor."""
     return _refusal_of(leaf) if is_lost(leaf) else None
+
+
+def device_of_values(tensor: torch.Tensor) -> torch.device:
+    """Where it is; of one of ``lost``, where it was."""
+    return _losses[storage_of(unwrapped(tensor))].device if is_lost(tensor) else tensor.device
 
 
 def _memory(dtype: torch.dtype, refusal: str) -> torch.Tensor:
@@ -224,7 +241,7 @@ def _refusal_of(leaf: torch.Tensor) -> str:
     face = unwrapped(leaf)
     device = _DEVICE.__get__(face)
     if device.type == "meta":
-        return _texts[storage_of(face)]
+        return _losses[storage_of(face)].refusal
     memory: Any = torch.empty(0, dtype=torch.uint8, device=device)
     with torch._C.DisableTorchFunctionSubclass():  # of tiles it would be the memory of the whole
         memory.set_(torch.Tensor.untyped_storage(face))
@@ -286,21 +303,18 @@ def refusal_past_tiles(name: str) -> str:
 
 _WAYS = "it values: to_empty and load_state_dict, or another block with weights= or offloaded.load"
 """What is to be given to a parameter without values."""
-_AFTER = ", after which it is there again: save or export what you train before that block ends"
 
 
 def refusal_of_lost(name: str) -> str:
     """What is said about the parameter ``name`` after a block at whose end nobody could read it."""
     why = "they could not be read back as an offload block ended"
-    return _refusal_of_valueless(
-        name, why, f"Call retry() of the RestoreError, or give {_WAYS}{_AFTER}"
-    )
+    return _refusal_of_valueless(name, why, f"Call retry() of the RestoreError, or give {_WAYS}")
 
 
 def refusal_of_gone(name: str) -> str:
     """The same where it was partitioned, and a rank failed."""
     why = "a rank failed in the offload block, with its part of them"
-    return _refusal_of_valueless(name, why, f"Give {_WAYS} of the last checkpoint{_AFTER}")
+    return _refusal_of_valueless(name, why, f"Give {_WAYS} of the last checkpoint")
 
 
 def refusal_of_mixed(name: str) -> str:
@@ -309,7 +323,7 @@ def refusal_of_mixed(name: str) -> str:
         "what replaced them in the offload block was stopped, they were in part from before and in "
         "part from after it"
     )
-    return _refusal_of_valueless(name, why, f"Give {_WAYS}{_AFTER}")
+    return _refusal_of_valueless(name, why, f"Give {_WAYS}")
 
 
 def _refusal_of_valueless(name: str, why: str, remedy: str) -> str:
