@@ -4,7 +4,7 @@ dtype, inside the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -114,7 +114,7 @@ class BufferConversion:
         ended = [
             (place, each if buffer is each.inside else owners.get(id(buffer), each), buffer)
             for place, each in self._converted.items()
-            if (buffer := _original(self._now(place), aliased)) is not None
+            if (buffer := _original(self._now(place), owners, aliased)) is not None
             and buffer is not each.before
             and not is_placeholder(buffer)
             and not buffer.is_meta  # a program's
@@ -247,12 +247,12 @@ def _back(came: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> to
 
 
 def _original(
-    buffer: torch.Tensor | None, aliased: Mapping[object, torch.Tensor]
+    buffer: torch.Tensor | None, own: Container[int], aliased: Mapping[object, torch.Tensor]
 ) -> torch.Tensor | None:
     """That of which ``buffer`` is another name, as ``detach`` and ``state_dict`` give one."""
-    if buffer is None or is_placeholder(buffer) or not _can_be_view(buffer):
+    if buffer is None or id(buffer) in own or is_placeholder(buffer):
         return buffer
-    return aliased.get(_elements(buffer), buffer)
+    return aliased.get(_elements(buffer), buffer) if _can_be_view(buffer) else buffer
 
 
 def _elements(tensor: torch.Tensor) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +57,7 @@ class Targets:
     bare: list[CheckpointTensor]
     """Weights without a master, which have one here."""
     buffers: frozenset[str]
-    """Those that were saved in another dtype."""
+    """Those that were saved in another dtype, or that share memory: what is loaded last stays."""
 
 
 def targets_of(
@@ -65,7 +66,7 @@ def targets_of(
     """Raises ``ValueError`` naming a weight that is of another kind of numbers here, and a buffer
     that is to be converted and cannot be. ``read`` is ``checkpoint.load`` of it.
     """
-    others = _converted_buffers(training, saved, read)
+    others = _buffers_by_themselves(training, saved, read)
     buffers = {
         name: buffer
         for name, buffer in persistent_buffers(training.model).items()
@@ -97,7 +98,7 @@ def targets_of(
     return Targets(same, converted, recast, bare, others)
 
 
-def _converted_buffers(
+def _buffers_by_themselves(
     training: TrainingState, saved: Mapping[str, Any], read: Callable[..., Any]
 ) -> frozenset[str]:
     here = persistent_buffers(training.model)
@@ -105,10 +106,12 @@ def _converted_buffers(
     if not names:
         return frozenset()
     tree = read(only=[literal(f"model.{name}") for name in names], map_location="meta")["model"]
+    num_users = Counter(_memory(here[name]) for name in names)
     found = set()
     for name in names:
         buffer, stored = here[name], tree[name]
-        if stored.dtype == buffer.dtype and not saved.get("is_foreign"):
+        is_read_into = stored.dtype == buffer.dtype and not saved.get("is_foreign")
+        if is_read_into and num_users[_memory(buffer)] == 1:
             continue
         if stored.shape != buffer.shape:
             raise ValueError(
@@ -125,6 +128,12 @@ def _converted_buffers(
             )
         found.add(name)
     return frozenset(found)
+
+
+def _memory(buffer: torch.Tensor) -> object:
+    """The same for buffers that may lie in one another's memory."""
+    is_plain = buffer.layout == torch.strided and not (buffer.is_meta or buffer.is_nested)
+    return buffer.untyped_storage()._cdata if is_plain else id(buffer)
 
 
 def _check_kind(name: str, stored: torch.dtype, here: torch.dtype) -> None:

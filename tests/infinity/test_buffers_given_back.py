@@ -231,6 +231,24 @@ def test_other_name_of_a_shared_buffer_put_in_its_place_shares_it_after_the_bloc
     assert first.get_buffer("table").tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_two_tensors_over_the_same_elements_are_those_that_they_were(
+    dtype: torch.dtype | None, nvme: Path, tmp_path: Path
+) -> None:
+    model, first, second = _two_with(torch.full((4,), 1 / 3))
+    table = second.get_buffer("table")
+    second.table = alias = table.detach()
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "saved")
+    weights = None if dtype else tmp_path / "saved"
+    with infinity.offload(model, nvme, compute_dtype=dtype, weights=weights):
+        first.get_buffer("table")[0] = 1
+    assert first.get_buffer("table") is table
+    assert second.get_buffer("table") is alias
+    assert torch.equal(alias, table)
+    assert torch.equal(alias, torch.tensor([1, *[1 / 3] * 3]))
+
+
 def test_copy_that_was_changed_in_part_has_the_bits_that_came_elsewhere(nvme: Path) -> None:
     model, first, _ = _two_with(torch.full((4,), 1 / 3))
     with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):

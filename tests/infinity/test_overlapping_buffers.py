@@ -261,3 +261,30 @@ def test_buffer_that_cannot_be_written_stays_one_tensor_in_all_its_places(
         pass
     assert model[0].get_buffer("shared") is model[1].get_buffer("shared")
     assert model[0].get_buffer("shared").tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("way", ["load", "restore"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("last", [None, slice(None), slice(2, 6)])
+def test_load_into_buffers_that_were_apart_when_saved_leaves_what_load_state_dict_does(
+    last: slice | None, dtype: torch.dtype | None, way: str, nvme: Path, tmp_path: Path
+) -> None:
+    apart, tied, loaded = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3))
+    for model in (tied, loaded):
+        table = torch.zeros(8)
+        model[0].register_buffer("table", table)
+        model[1].register_buffer("table", table if last is None else table[last])
+    apart[0].register_buffer("table", torch.full((8,), 1.0))
+    apart[1].register_buffer("table", torch.full_like(tied[1].get_buffer("table"), 2.0))
+    tied.load_state_dict(apart.state_dict())
+    with infinity.offload(apart, nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "saved")
+        offloaded.snapshot("saved")
+    with infinity.offload(loaded, nvme, host_memory="64MiB", compute_dtype=dtype) as offloaded:
+        if way == "load":
+            offloaded.load(tmp_path / "saved")
+        else:
+            offloaded.restore("saved")
+        offloaded.drop_snapshot("saved")
+        assert torch.equal(loaded[0].get_buffer("table").float(), tied[0].get_buffer("table"))
+    assert torch.equal(loaded[0].get_buffer("table"), tied[0].get_buffer("table"))
