@@ -206,9 +206,8 @@ class BufferConversion:
         if changed is None:
             return False
         values = _back(each.given, buffer, changed).to(each.before.device)
-        if _kind(values) != _kind(each.before) or not _has_bits(values):
-            return False
-        return torch.equal(bits_of(values), bits_of(each.before))
+        can_tell = _kind(values) == _kind(each.before) and _has_bits(values)
+        return can_tell and torch.equal(bits_of(values), bits_of(each.before))
 
     def _differing(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``buffer`` are not what those of ``before`` are converted to, bit for
@@ -256,7 +255,8 @@ def _original(
 
 
 def _elements(tensor: torch.Tensor) -> object:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), _kind(tensor)
+    steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), *steps, _kind(tensor)
 
 
 def _of_program(

@@ -231,6 +231,17 @@ def test_other_name_of_a_shared_buffer_put_in_its_place_shares_it_after_the_bloc
     assert first.get_buffer("table").tolist() == [2.0] * 4
 
 
+def test_view_that_differs_in_the_stride_of_one_element_alone_shares_the_buffer_after_the_block(
+    nvme: Path,
+) -> None:
+    model, first, second = _two_with(torch.zeros(2, 3))
+    second.table = first.get_buffer("table")[::2]
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        second.table = second.get_buffer("table").view(1, 3)
+    first.get_buffer("table").fill_(2)
+    assert second.get_buffer("table").tolist() == [[2.0] * 3]
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_two_tensors_over_the_same_elements_are_those_that_they_were(
     dtype: torch.dtype | None, nvme: Path, tmp_path: Path
