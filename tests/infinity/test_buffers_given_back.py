@@ -242,6 +242,13 @@ def test_view_that_differs_in_the_stride_of_one_element_alone_shares_the_buffer_
     assert second.get_buffer("table").tolist() == [[2.0] * 3]
 
 
+def test_buffer_that_is_resized_inside_has_its_new_size_after_the_block(nvme: Path) -> None:
+    model = _model(torch.ones(4))
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        model.get_buffer("first").resize_(6).zero_()
+    assert model.get_buffer("first").tolist() == [0.0] * 6
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_two_tensors_over_the_same_elements_are_those_that_they_were(
     dtype: torch.dtype | None, nvme: Path, tmp_path: Path

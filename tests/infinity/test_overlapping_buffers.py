@@ -288,3 +288,48 @@ def test_load_into_buffers_that_were_apart_when_saved_leaves_what_load_state_dic
         offloaded.drop_snapshot("saved")
         assert torch.equal(loaded[0].get_buffer("table").float(), tied[0].get_buffer("table"))
     assert torch.equal(loaded[0].get_buffer("table"), tied[0].get_buffer("table"))
+
+
+@pytest.mark.parametrize("is_other_offloaded", [False, True])
+def test_update_of_a_buffer_by_another_model_that_has_it_stays_after_the_block(
+    is_other_offloaded: bool, nvme: Path
+) -> None:
+    mean = torch.full((4,), 1 / 3)
+    reading, updating = nn.Linear(2, 2), nn.Linear(2, 2)
+    for model in (reading, updating):
+        model.register_buffer("mean", mean)
+    with infinity.offload(reading, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        if is_other_offloaded:
+            with infinity.offload(updating, nvme, host_memory="64MiB", compute_dtype=torch.float16):
+                updating.get_buffer("mean")[0] = 7
+        else:
+            updating.get_buffer("mean")[0] = 7
+    assert reading.get_buffer("mean") is mean
+    assert torch.equal(mean, torch.tensor([7, *[1 / 3] * 3]))
+
+
+def test_values_of_weights_stay_though_another_model_changed_the_buffer_meanwhile(
+    nvme: Path, tmp_path: Path
+) -> None:
+    mean = torch.full((4,), 1 / 3)
+    stored, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    stored.register_buffer("mean", torch.full((4,), 5.0))
+    model.register_buffer("mean", mean)
+    with infinity.offload(stored, nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "saved")
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=tmp_path / "saved"):
+        mean[0] = 7
+    assert model.get_buffer("mean") is mean
+    assert mean.tolist() == [5.0] * 4
+
+
+def test_statistics_of_a_pass_stay_though_another_model_changed_the_buffer_meanwhile(
+    nvme: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    mean = model[1].get_buffer("running_mean")
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        mean.fill_(9)
+        model(torch.randn(8, 4, dtype=torch.bfloat16))
+        inside = model[1].get_buffer("running_mean").clone()
+    assert torch.equal(model[1].get_buffer("running_mean"), inside.float())
