@@ -194,7 +194,7 @@ class BufferConversion:
                 if each.module._buffers.get(each.name) is each.inside:
                     each.module._buffers[each.name] = buffer
                 each.inside = buffer
-            each.made_of = buffer
+            each.made_of = each.inside.clone()  # rounded by the earlier block, maybe
         each.before = buffer
 
     def _later(self, place: _Place) -> BufferConversion | None:

@@ -3,6 +3,7 @@ block and after it.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -333,3 +334,20 @@ def test_statistics_of_a_pass_stay_though_another_model_changed_the_buffer_meanw
         model(torch.randn(8, 4, dtype=torch.bfloat16))
         inside = model[1].get_buffer("running_mean").clone()
     assert torch.equal(model[1].get_buffer("running_mean"), inside.float())
+
+
+def test_buffer_under_three_blocks_that_end_in_the_order_they_began_has_its_bits(
+    nvme: Path,
+) -> None:
+    shared = nn.BatchNorm1d(4, affine=False)
+    mean = shared.get_buffer("running_mean").fill_(1 / 3)
+    blocks = []
+    for dtype in (torch.float16, torch.float32, torch.float32):
+        model = nn.Sequential(nn.Linear(2, 2), shared)
+        blocks.append(ExitStack())
+        blocks[-1].enter_context(infinity.offload(model, nvme, compute_dtype=dtype))
+    shared.get_buffer("running_mean")[0] = 1
+    for block in blocks:
+        block.close()
+    assert shared.get_buffer("running_mean") is mean
+    assert torch.equal(mean, torch.tensor([1, *[1 / 3] * 3]))
