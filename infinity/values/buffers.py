@@ -1,10 +1,8 @@
-"""Buffers of a model (running statistics, masks): small, on the compute device, in the compute
-dtype, inside the block.
-"""
+"""Buffers of a model (statistics, masks): on the device, in the compute dtype, inside the block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,6 +10,8 @@ import torch
 from torch import nn
 
 from aio.process.threads import Latch
+from checkpoint.format.checksum import crc32c
+from checkpoint.format.slices import may_overlap_itself, span_elements
 from infinity.parameters.first_values import Values
 from infinity.parameters.offloaded.placeholders import is_placeholder, refuse
 from swap.plain import bits_of
@@ -34,6 +34,14 @@ class _Converted:
     """What ``inside`` was converted from, to see what was changed."""
     given: torch.Tensor | None
     """The values that it came with, where they are rounded inside and are not in ``before``."""
+    sums: tuple[object, object] | None
+    """Of ``before`` and ``inside``, made of it: torch counts no change by ``batch_norm``."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether ``before`` was changed, by another model that has it, and ``inside`` was not."""
+        was = self.sums
+        return was is not None and was[0] != _sum(self.made_of) and was[1] == _sum(self.inside)
 
     @property
     def came(self) -> torch.Tensor:
@@ -46,10 +54,11 @@ class BufferConversion:
     which lie in one another's memory still do inside; back on exit with the values they have.
     Elements that nothing changed meanwhile have the bits that they came with (from ``values``), and
     what was changed in place is then the tensor that it was, so that views of it from before the
-    block have these values, too. Where the block has not ``begun`` they are as they were. A tensor
-    that a program put there is one of its own afterwards, in all places of it, and one that it put
-    in the place of another is there what it was. One that has no values, being a view of weights
-    that were changed since, stays, and is refused by name when all others are back.
+    block have these values, too; one that only another model changed, which has it as well, keeps
+    that. Where the block has not ``begun`` they are as they were. A tensor that a program put there
+    is one of its own afterwards, in all places of it, and one that it put in the place of another
+    is there what it was. One that has no values, being a view of weights that were changed since,
+    stays, and is refused by name when all others are back.
 
     Blocks whose models have buffers in common end in any order: one that began later uses its own
     until it ends, and what an earlier one gives back is what the later one is to give back.
@@ -86,10 +95,11 @@ class BufferConversion:
         converted = _converted(reals, self._convert)
         for (module, name, buffer, _), real in zip(found, reals, strict=True):
             inside = converted[id(real)]
-            given = real if inside.dtype != real.dtype and not buffer.is_meta else None
+            given = None if real is buffer or buffer.is_meta or inside.dtype == real.dtype else real
             made_of = buffer if given is None else given
+            sums = (_sum(buffer), _sum(inside)) if real is buffer is not inside else None
             self._converted[id(module), name] = _Converted(
-                module, name, buffer, inside, made_of, None if given is buffer else given
+                module, name, buffer, inside, made_of, given, sums
             )
             module._buffers[name] = inside
 
@@ -114,7 +124,7 @@ class BufferConversion:
         ended = [
             (place, each if buffer is each.inside else owners.get(id(buffer), each), buffer)
             for place, each in self._converted.items()
-            if (buffer := _original(self._now(place), aliased)) is not None
+            if (buffer := _original(self._now(place), owners, aliased)) is not None
             and buffer is not each.before
             and not is_placeholder(buffer)
             and not buffer.is_meta  # a program's
@@ -184,7 +194,7 @@ class BufferConversion:
                 if each.module._buffers.get(each.name) is each.inside:
                     each.module._buffers[each.name] = buffer
                 each.inside = buffer
-            each.made_of = buffer
+            each.made_of = each.inside.clone()  # rounded by the earlier block, maybe
         each.before = buffer
 
     def _later(self, place: _Place) -> BufferConversion | None:
@@ -194,6 +204,8 @@ class BufferConversion:
 
     def _changes(self, each: _Converted, buffer: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``buffer`` were changed, as a mask; None where that cannot be told."""
+        if buffer is each.inside and each.is_ahead:
+            return torch.zeros(1, dtype=torch.bool)
         changed = self._differing(each.made_of, buffer)
         return changed if changed is not None and changed.shape == each.came.shape else None
 
@@ -206,9 +218,8 @@ class BufferConversion:
         if changed is None:
             return False
         values = _back(each.given, buffer, changed).to(each.before.device)
-        if _kind(values) != _kind(each.before) or not _has_bits(values):
-            return False
-        return torch.equal(bits_of(values), bits_of(each.before))
+        can_tell = _kind(values) == _kind(each.before) and _has_bits(values)
+        return can_tell and torch.equal(bits_of(values), bits_of(each.before))
 
     def _differing(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``buffer`` are not what those of ``before`` are converted to, bit for
@@ -226,14 +237,20 @@ class BufferConversion:
         return buffer.to(self._device, dtype)
 
 
+def _sum(tensor: torch.Tensor) -> object:
+    if tensor.is_meta or not _has_bits(tensor):
+        return None
+    bits = bits_of(tensor).view(-1).to("cpu", copy=True)  # what numpy has seen cannot be resized
+    return crc32c(bits.view(torch.uint8).numpy().data)
+
+
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
     shape = None if tensor.is_nested else tensor.shape
     return shape, tensor.layout, tensor.dtype, tensor.device
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:
-    is_strided = tensor.layout == torch.strided
-    return is_strided and not (tensor.is_nested or tensor.is_quantized)
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _is_none(changed: torch.Tensor | None) -> bool:
@@ -247,16 +264,17 @@ def _back(came: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> to
 
 
 def _original(
-    buffer: torch.Tensor | None, aliased: Mapping[object, torch.Tensor]
+    buffer: torch.Tensor | None, own: Container[int], aliased: Mapping[object, torch.Tensor]
 ) -> torch.Tensor | None:
     """That of which ``buffer`` is another name, as ``detach`` and ``state_dict`` give one."""
-    if buffer is None or is_placeholder(buffer) or not _can_be_view(buffer):
+    if buffer is None or id(buffer) in own or is_placeholder(buffer) or not _can_be_view(buffer):
         return buffer
     return aliased.get(_elements(buffer), buffer)
 
 
 def _elements(tensor: torch.Tensor) -> object:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride(), _kind(tensor)
+    steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), *steps, _kind(tensor)
 
 
 def _of_program(
@@ -267,29 +285,17 @@ def _of_program(
     """
     before = each.before
     dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
-    with torch.no_grad():
-        if changed is not None and (buffer.dtype, buffer.device) != (dtype, before.device):
-            return _back(each.came, buffer, changed).to(before.device)
+    if changed is not None and (buffer.dtype, buffer.device) != (dtype, before.device):
+        return _back(each.came, buffer, changed).to(before.device)
     return buffer.to(before.device, dtype)
 
 
 def _write(before: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether ``before`` has these values now."""
-    if before.is_inference() or not _has_each_element_once(before):
+    if before.is_inference() or may_overlap_itself(before.shape, before.stride()):
         return False
     with torch.no_grad():
         before.copy_(values)
-    return True
-
-
-def _has_each_element_once(tensor: torch.Tensor) -> bool:
-    """Whether no two of its elements lie at the same address, as those of ``expand`` do."""
-    reach = 0
-    sizes = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in sizes if size > 1):
-        if stride <= reach:
-            return False
-        reach += stride * (size - 1)
     return True
 
 
@@ -323,7 +329,7 @@ def _sharing_as_before(
         for place in taken:
             view = together[id(buffers[place])]
             # What cannot be written, as what `expand` gives, may be given values that no other has.
-            is_written = place not in given or _has_each_element_once(view)
+            is_written = place not in given or not may_overlap_itself(view.shape, view.stride())
             if is_written or torch.equal(view, values[place]):
                 found[place] = view
     return found
@@ -333,10 +339,8 @@ def _converted(
     buffers: Iterable[torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
     """What ``convert`` gives, by ``id``; of those that share memory, views of one tensor."""
-    found: dict[int, torch.Tensor] = {}
-    for group in _groups(buffers):
-        found.update(_converted_together(group, convert))
-    return found
+    parts = (_converted_together(group, convert) for group in _groups(buffers))
+    return {key: tensor for part in parts for key, tensor in part.items()}
 
 
 def _groups(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -355,8 +359,7 @@ def _groups(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _can_be_view(buffer: torch.Tensor) -> bool:
-    is_plain = type(buffer) is torch.Tensor and buffer.layout == torch.strided
-    if not is_plain or buffer.is_meta or buffer.is_nested or buffer.is_quantized:
+    if type(buffer) is not torch.Tensor or not _has_bits(buffer) or buffer.is_meta:
         return False
     return bool(buffer.numel()) and not (
         buffer.requires_grad or buffer.is_conj() or buffer.is_neg() or buffer.is_inference()
@@ -377,8 +380,7 @@ def _overlapping(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _end(buffer: torch.Tensor) -> int:
     """The place in its storage, in elements, after that of its last element."""
-    sizes = zip(buffer.shape, buffer.stride(), strict=True)
-    return int(buffer.storage_offset() + 1 + sum((size - 1) * stride for size, stride in sizes))
+    return int(buffer.storage_offset() + span_elements(buffer.shape, buffer.stride()))
 
 
 def _converted_together(
@@ -393,8 +395,6 @@ def _converted_together(
     if memory is span:
         return {id(buffer): buffer for buffer in group}
     return {
-        id(buffer): memory.as_strided(
-            buffer.shape, buffer.stride(), buffer.storage_offset() - start
-        )
-        for buffer in group
+        id(each): memory.as_strided(each.shape, each.stride(), each.storage_offset() - start)
+        for each in group
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +58,7 @@ class Targets:
     bare: list[CheckpointTensor]
     """Weights without a master, which have one here."""
     buffers: frozenset[str]
-    """Those that were saved in another dtype."""
+    """Those that were saved in another dtype, or that share memory: what is loaded last stays."""
     own: dict[str, Any]
     """What this rank saved for itself; its buffers are in none of the others."""
 
@@ -75,7 +76,7 @@ def targets_of(
         if stored is not None and name in here:
             _check_buffer(name, stored, here[name])
     of_all = {name: b for name, b in here.items() if saved["buffers"].get(name) and name not in own}
-    others = _converted_buffers(of_all, saved, read)
+    others = _buffers_by_themselves(of_all, saved, read)
     buffers = {name: buffer for name, buffer in of_all.items() if name not in others}
     same: dict[str, Any] = {"model": dict(buffers), "optimizer": {}}
     converted, recast, bare = [], [], []
@@ -103,16 +104,18 @@ def targets_of(
     return Targets(same, converted, recast, bare, others, parts)
 
 
-def _converted_buffers(
+def _buffers_by_themselves(
     here: Mapping[str, torch.Tensor], saved: Mapping[str, Any], read: Callable[..., Any]
 ) -> frozenset[str]:
     if not here:
         return frozenset()
     tree = read(only=[literal(f"model.{name}") for name in here], map_location="meta")["model"]
+    num_users = Counter(map(_memory, here.values()))
     found = set()
     for name, buffer in here.items():
         stored = tree[name]
-        if stored.dtype == buffer.dtype and not saved.get("is_foreign"):
+        is_read_into = stored.dtype == buffer.dtype and not saved.get("is_foreign")
+        if is_read_into and num_users[_memory(buffer)] == 1:
             continue
         _check_buffer(name, stored, buffer)
         found.add(name)
@@ -133,6 +136,12 @@ def _check_buffer(name: str, stored: torch.Tensor, buffer: torch.Tensor) -> None
             f"{name} is a buffer whose elements share memory with each other, as expanded ones "
             "do, in the model, which is left as it was; give it memory by clone()"
         )
+
+
+def _memory(buffer: torch.Tensor) -> object:
+    """The same for buffers that may lie in one another's memory."""
+    is_plain = buffer.layout == torch.strided and not (buffer.is_meta or buffer.is_nested)
+    return buffer.untyped_storage()._cdata if is_plain else id(buffer)
 
 
 def _check_kind(name: str, stored: torch.dtype, here: torch.dtype) -> None:

@@ -231,6 +231,42 @@ def test_other_name_of_a_shared_buffer_put_in_its_place_shares_it_after_the_bloc
     assert first.get_buffer("table").tolist() == [2.0] * 4
 
 
+def test_view_that_differs_in_the_stride_of_one_element_alone_shares_the_buffer_after_the_block(
+    nvme: Path,
+) -> None:
+    model, first, second = _two_with(torch.zeros(2, 3))
+    second.table = first.get_buffer("table")[::2]
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        second.table = second.get_buffer("table").view(1, 3)
+    first.get_buffer("table").fill_(2)
+    assert second.get_buffer("table").tolist() == [[2.0] * 3]
+
+
+def test_buffer_that_is_resized_inside_has_its_new_size_after_the_block(nvme: Path) -> None:
+    model = _model(torch.ones(4))
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        model.get_buffer("first").resize_(6).zero_()
+    assert model.get_buffer("first").tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_two_tensors_over_the_same_elements_are_those_that_they_were(
+    dtype: torch.dtype | None, nvme: Path, tmp_path: Path
+) -> None:
+    model, first, second = _two_with(torch.full((4,), 1 / 3))
+    table = second.get_buffer("table")
+    second.table = alias = table.detach()
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "saved")
+    weights = None if dtype else tmp_path / "saved"
+    with infinity.offload(model, nvme, compute_dtype=dtype, weights=weights):
+        first.get_buffer("table")[0] = 1
+    assert first.get_buffer("table") is table
+    assert second.get_buffer("table") is alias
+    assert torch.equal(alias, table)
+    assert torch.equal(alias, torch.tensor([1, *[1 / 3] * 3]))
+
+
 def test_copy_that_was_changed_in_part_has_the_bits_that_came_elsewhere(nvme: Path) -> None:
     model, first, _ = _two_with(torch.full((4,), 1 / 3))
     with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):

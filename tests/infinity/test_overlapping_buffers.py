@@ -3,6 +3,7 @@ block and after it.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -261,3 +262,92 @@ def test_buffer_that_cannot_be_written_stays_one_tensor_in_all_its_places(
         pass
     assert model[0].get_buffer("shared") is model[1].get_buffer("shared")
     assert model[0].get_buffer("shared").tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("way", ["load", "restore"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("last", [None, slice(None), slice(2, 6)])
+def test_load_into_buffers_that_were_apart_when_saved_leaves_what_load_state_dict_does(
+    last: slice | None, dtype: torch.dtype | None, way: str, nvme: Path, tmp_path: Path
+) -> None:
+    apart, tied, loaded = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3))
+    for model in (tied, loaded):
+        table = torch.zeros(8)
+        model[0].register_buffer("table", table)
+        model[1].register_buffer("table", table if last is None else table[last])
+    apart[0].register_buffer("table", torch.full((8,), 1.0))
+    apart[1].register_buffer("table", torch.full_like(tied[1].get_buffer("table"), 2.0))
+    tied.load_state_dict(apart.state_dict())
+    with infinity.offload(apart, nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "saved")
+        offloaded.snapshot("saved")
+    with infinity.offload(loaded, nvme, host_memory="64MiB", compute_dtype=dtype) as offloaded:
+        if way == "load":
+            offloaded.load(tmp_path / "saved")
+        else:
+            offloaded.restore("saved")
+        offloaded.drop_snapshot("saved")
+        assert torch.equal(loaded[0].get_buffer("table").float(), tied[0].get_buffer("table"))
+    assert torch.equal(loaded[0].get_buffer("table"), tied[0].get_buffer("table"))
+
+
+@pytest.mark.parametrize("is_other_offloaded", [False, True])
+def test_update_of_a_buffer_by_another_model_that_has_it_stays_after_the_block(
+    is_other_offloaded: bool, nvme: Path
+) -> None:
+    mean = torch.full((4,), 1 / 3)
+    reading, updating = nn.Linear(2, 2), nn.Linear(2, 2)
+    for model in (reading, updating):
+        model.register_buffer("mean", mean)
+    with infinity.offload(reading, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        if is_other_offloaded:
+            with infinity.offload(updating, nvme, host_memory="64MiB", compute_dtype=torch.float16):
+                updating.get_buffer("mean")[0] = 7
+        else:
+            updating.get_buffer("mean")[0] = 7
+    assert reading.get_buffer("mean") is mean
+    assert torch.equal(mean, torch.tensor([7, *[1 / 3] * 3]))
+
+
+def test_values_of_weights_stay_though_another_model_changed_the_buffer_meanwhile(
+    nvme: Path, tmp_path: Path
+) -> None:
+    mean = torch.full((4,), 1 / 3)
+    stored, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    stored.register_buffer("mean", torch.full((4,), 5.0))
+    model.register_buffer("mean", mean)
+    with infinity.offload(stored, nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "saved")
+    with infinity.offload(model, nvme, host_memory="64MiB", weights=tmp_path / "saved"):
+        mean[0] = 7
+    assert model.get_buffer("mean") is mean
+    assert mean.tolist() == [5.0] * 4
+
+
+def test_statistics_of_a_pass_stay_though_another_model_changed_the_buffer_meanwhile(
+    nvme: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    mean = model[1].get_buffer("running_mean")
+    with infinity.offload(model, nvme, host_memory="64MiB", compute_dtype=torch.bfloat16):
+        mean.fill_(9)
+        model(torch.randn(8, 4, dtype=torch.bfloat16))
+        inside = model[1].get_buffer("running_mean").clone()
+    assert torch.equal(model[1].get_buffer("running_mean"), inside.float())
+
+
+def test_buffer_under_three_blocks_that_end_in_the_order_they_began_has_its_bits(
+    nvme: Path,
+) -> None:
+    shared = nn.BatchNorm1d(4, affine=False)
+    mean = shared.get_buffer("running_mean").fill_(1 / 3)
+    blocks = []
+    for dtype in (torch.float16, torch.float32, torch.float32):
+        model = nn.Sequential(nn.Linear(2, 2), shared)
+        blocks.append(ExitStack())
+        blocks[-1].enter_context(infinity.offload(model, nvme, compute_dtype=dtype))
+    shared.get_buffer("running_mean")[0] = 1
+    for block in blocks:
+        block.close()
+    assert shared.get_buffer("running_mean") is mean
+    assert torch.equal(mean, torch.tensor([1, *[1 / 3] * 3]))
