@@ -21,12 +21,12 @@ from typing import Generic, TypeVar
 
 from aio.errors import let_go
 from aio.process.threads import (
-    NO_MORE_THREADS,
     Latch,
     WatchedThread,
     begun,
     is_refusal,
     start_apart,
+    why_no_thread,
 )
 
 T = TypeVar("T")
@@ -227,5 +227,5 @@ def no_thread(name: str) -> OSError:
     """The error of a thread that could not be started."""
     return OSError(
         errno.EAGAIN,
-        f"cannot start the thread {name}: {NO_MORE_THREADS}",
+        f"cannot start the thread {name}: {why_no_thread()}",
     )

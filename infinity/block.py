@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from sys import is_finalizing
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -129,7 +130,9 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
         trace: TracebackType | None,
     ) -> None:
         """Idempotent. Waits for another thread that leaves it."""
-        if os.getpid() != self._process:  # in a forked child, which has nothing to give back
+        # A forked child has nothing to give back, and nor has a finalizer at the interpreter's end:
+        # the values went before, in `_abandon`, and torch ends the process that is called then.
+        if os.getpid() != self._process or is_finalizing():
             self._undo.forget()
             return
         with self._turn:

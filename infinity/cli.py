@@ -180,7 +180,7 @@ def _import(options: argparse.Namespace, console: Console) -> int:
     files = WeightFolder(options.model)
     with told(f"importing {options.source} to {options.path}"):
         found = import_state(
-            options.source, model, files, options.path, is_ordered=has_config(options.model)
+            options.source, model, files, Path(options.path), is_ordered=has_config(options.model)
         )
     info, taken = found.info, found.taken
     console.print(f"{info.path}: {format_bytes(info.nbytes)}; go on with offloaded.load")
@@ -289,7 +289,7 @@ def _arguments() -> argparse.ArgumentParser:
         help="a file of torch.save, a universal checkpoint of DeepSpeed, or one of "
         "torch.distributed.checkpoint",
     )
-    command.add_argument("path", type=Path, help="of the checkpoint to write")
+    command.add_argument("path", type=_place, help="of the checkpoint to write")
     command.add_argument(
         "--model",
         type=Path,
@@ -301,15 +301,22 @@ def _arguments() -> argparse.ArgumentParser:
     command = add(
         "tune", _tune, "measure directories (256 MiB in each), and keep the result for offload"
     )
-    command.add_argument("directories", nargs="+", metavar="directory")
+    command.add_argument("directories", nargs="+", metavar="directory", type=_place)
     command = add("gc", _gc, "remove what dead processes left in directories, snapshots excepted")
-    command.add_argument("directories", nargs="+", metavar="directory")
+    command.add_argument("directories", nargs="+", metavar="directory", type=_place)
     _add_snapshots(add("snapshots", _snapshots, "list the snapshots on the directories of a run"))
     return parser
 
 
+def _place(text: str) -> str:
+    """A variable of the shell that is not set is not meant to be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give '.' for the current directory")
+    return text
+
+
 def _add_snapshots(command: argparse.ArgumentParser) -> None:
-    command.add_argument("directories", nargs="+", metavar="directory")
+    command.add_argument("directories", nargs="+", metavar="directory", type=_place)
     text = "remove one, and what only it keeps; repeatable"
     command.add_argument("--drop", action="append", metavar="NAME", help=text)
 

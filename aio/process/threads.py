@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from sys import is_finalizing
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -22,16 +23,18 @@ from aio.errors import AioError
 from aio.process.within import entered, take_over
 
 T = TypeVar("T")
-_REFUSALS = (
-    ("can't start new thread",),
-    ("can't create new thread at interpreter shutdown",),
-)
+_AT_ITS_END = "can't create new thread at interpreter shutdown"
+_REFUSALS = (("can't start new thread",), (_AT_ITS_END,))
 """What Python says where the system gives no thread, as arguments of a RuntimeError."""
 NO_MORE_THREADS = (
     "the process or its user has as many threads as it may have, or no address space for the stack"
     " of one more: raise RLIMIT_NPROC (ulimit -u), pids.max of its cgroup or RLIMIT_AS (ulimit -v)"
 )
 """Why the system gives no thread, which it does not tell, and what to do about it."""
+_NONE_AT_THE_END = (
+    "the interpreter has ended but for finalizers, beside which no thread runs: do this before, in"
+    " a `with` block, a `finally` or a handler of `atexit`"
+)
 _MAX_FAILURES = 100
 """In a row, of turns for which it need not be memory that lacks."""
 _wait_for_memory = lib.aio_wait_for_memory  # looked up here, as that takes memory
@@ -157,6 +160,7 @@ class WatchedThread(threading.Thread):
 
     def start(self) -> None:
         """Raises RuntimeError if there is no thread to be had, and MemoryError."""
+        _check_not_ended()
         try:
             super().start()
             wait_while(self.has_begun, lambda: not self.has_died(), self.name)
@@ -290,6 +294,7 @@ def start_apart(thread: WatchedThread) -> None:
     Raises RuntimeError if there is no thread to be had (see `is_refusal`), and MemoryError as
     `WatchedThread.start`.
     """
+    _check_not_ended()
     is_launched = Latch()
     refusals: list[BaseException] = []
 
@@ -307,6 +312,17 @@ def start_apart(thread: WatchedThread) -> None:
     wait_while(is_launched, lambda: launcher() is not None, thread.name)
     if refusals:
         raise refusals.pop()
+
+
+def _check_not_ended() -> None:
+    """Raises RuntimeError where a thread would never run, as Python does itself from 3.12 on."""
+    if is_finalizing():
+        raise RuntimeError(_AT_ITS_END)
+
+
+def why_no_thread() -> str:
+    """Of a refusal: why there is none, and what to do about it."""
+    return _NONE_AT_THE_END if is_finalizing() else NO_MORE_THREADS
 
 
 def is_refusal(error: RuntimeError) -> bool:
@@ -329,8 +345,8 @@ def start_thread(thread: Thread) -> None:
         if not is_refusal(error):
             raise
         raise AioError(
-            f"cannot start the thread {thread.name}: {error}; {NO_MORE_THREADS}, or use fewer"
-            " workers",
+            f"cannot start the thread {thread.name}: {error}; {why_no_thread()}"
+            f"{'' if is_finalizing() else ', or use fewer workers'}",
             errno=errno.EAGAIN,
         ) from error
 

@@ -16,6 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from sys import is_finalizing
 from typing import Any
 
 import torch
@@ -167,6 +168,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the swap files, and the state with them. Idempotent."""
+        if is_finalizing():  # in a finalizer, behind `atexit`, which has closed it; no thread runs
+            return
         if os.getpid() == self._process:
             self._engine.end(self._closing.now)
         self._closing.is_done = True  # in a forked child, which has nothing to remove

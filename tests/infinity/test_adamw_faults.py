@@ -186,3 +186,26 @@ assert optimizer.report().nvme_bytes
     _, errors = script.end()
     assert (script.returncode, errors) == (0, "")
     assert files_in(tmp_path) == []
+
+
+_CLOSED_BY_A_FINALIZER = """
+import sys
+import torch, infinity
+
+class Trainer:
+    def __init__(self, nvme):
+        self.itself = self
+        self.optimizer = infinity.OffloadedAdamW([torch.nn.Parameter(torch.ones(8))], nvme=nvme)
+    def __del__(self, say=print):
+        self.optimizer.close()
+        say("closed", flush=True)
+
+trainer = Trainer(sys.argv[1])
+"""
+
+
+def test_a_finalizer_at_the_end_of_the_interpreter_may_close_it(tmp_path: Path) -> None:
+    script = Script(_CLOSED_BY_A_FINALIZER, tmp_path, ends_interpreter=True)
+    printed, errors = script.end()
+    assert (script.returncode, printed, errors) == (0, "closed\n", "")
+    assert not list(tmp_path.rglob("*.swap"))

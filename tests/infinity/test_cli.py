@@ -157,3 +157,15 @@ def test_a_closed_stdout_is_no_failure(saved: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stdout", None)  # as Python has it for `infinity ls ... >&-`
     assert main(["ls", str(saved)]) == 0
     assert main(["verify", str(saved)]) == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["tune", ""], ["gc", ""], ["snapshots", ""], ["import", "a", "", "--model", "b"]]
+)
+def test_an_empty_path_is_refused_and_is_not_the_current_directory(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert "give '.' for the current directory" in capsys.readouterr().err

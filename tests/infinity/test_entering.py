@@ -57,6 +57,33 @@ def test_a_block_that_nobody_keeps_trains_on_warns_at_the_end_and_leaves_no_file
     assert "the offload block of a Stack was never left" in errors
 
 
+_LEFT_BY_A_FINALIZER = """
+import sys
+from contextlib import ExitStack
+import infinity
+from tests.support.models import Stack, vector_loss
+
+class Trainer:
+    def __init__(self, nvme):
+        self.model, self.stack, self.itself = Stack(), ExitStack(), self
+        self.offloaded = self.stack.enter_context(infinity.offload(self.model, nvme))
+    def __del__(self, say=print):
+        self.stack.close()
+        say("closed", flush=True)
+
+trainer = Trainer(sys.argv[1])
+vector_loss(trainer.model, 0).backward()
+trainer.offloaded.step()
+"""
+
+
+def test_a_finalizer_at_the_end_of_the_interpreter_may_leave_a_block(nvme: Path) -> None:
+    script = Script(_LEFT_BY_A_FINALIZER, nvme, ends_interpreter=True)
+    printed, errors = script.end()
+    assert (script.returncode, printed) == (0, "closed\n"), errors
+    assert "the offload block of a Stack was never left" in errors
+
+
 def test_using_what_offload_returns_before_it_is_entered_names_the_remedy(nvme: Path) -> None:
     block = infinity.offload(Stack(), nvme)
     for use in ("step", "optimizer", "backward"):
