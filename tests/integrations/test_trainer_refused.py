@@ -48,6 +48,7 @@ def test_option_is_refused_with_its_remedy(
         ("use_vllm", True),
         ("activation_offloading", True),
         ("sync_ref_model", True),
+        ("teacher_model_kind", "ema"),
     ],
 )
 def test_option_that_this_machine_cannot_even_set_is_refused(

@@ -32,6 +32,11 @@ REFUSED: Mapping[str, str] = {
     "offloaded for inference",
 }
 """Options that are refused where they are set, and what to do instead."""
+REFUSED_VALUES: Mapping[tuple[str, str], str] = {
+    ("teacher_model_kind", "ema"): "use 'base' or 'live': a teacher that follows what is trained "
+    "has its weights changed in place, and is offloaded for inference",
+}
+"""Values that are refused of options that have others."""
 
 NATIVE = ("adamw_torch", "adamw_torch_fused")
 """Values of ``optim`` that mean ``infinity.AdamW``."""
@@ -46,6 +51,9 @@ def check_arguments(arguments: Any) -> None:
     for name, remedy in REFUSED.items():
         value = getattr(arguments, name, None)
         if value:
+            raise ValueError(f"{name}={value!r} cannot be honoured with offloading: {remedy}")
+    for (name, value), remedy in REFUSED_VALUES.items():
+        if getattr(arguments, name, None) == value:
             raise ValueError(f"{name}={value!r} cannot be honoured with offloading: {remedy}")
     _check_checkpointing(arguments)
     _check_optimizer(arguments)
