@@ -57,7 +57,7 @@ from infinity.ranks.zero3 import Zero3
 from infinity.snapshots.points import Snapshots
 from infinity.tiling.layers import Tiling
 from infinity.training import Parts, Training
-from infinity.values.buffers import BufferConversion
+from infinity.values.buffers.conversion import BufferConversion
 from infinity.values.initial.materialize import fill_all, values_for
 from swap.device.opening import open_device
 from swap.interruptions.undo import Undo

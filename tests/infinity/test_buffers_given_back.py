@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.values.buffers import BufferConversion
+from infinity.values.buffers.conversion import BufferConversion
 from tests.support.scripts import Script
 
 _READ_ONLY = """

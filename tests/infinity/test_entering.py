@@ -14,7 +14,7 @@ import infinity
 from infinity import offloading
 from infinity.autograd.module_hooks import ModelHooks
 from infinity.autograd.versions import Versions
-from infinity.values.buffers import BufferConversion
+from infinity.values.buffers.conversion import BufferConversion
 from swap.tiered import TieredState
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.scripts import Script

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,10 +10,19 @@ import torch
 from torch import nn
 
 from aio.process.threads import Latch
-from checkpoint.format.checksum import crc32c
-from checkpoint.format.slices import may_overlap_itself, span_elements
 from infinity.parameters.first_values import Values
 from infinity.parameters.offloaded.placeholders import is_placeholder, refuse
+from infinity.values.buffers.sharing import convert_together, sharing_as_before
+from infinity.values.buffers.tensors import (
+    can_be_view,
+    checksum,
+    elements_of,
+    has_bits,
+    is_none,
+    kind_of,
+    merged,
+    write,
+)
 from swap.plain import bits_of
 
 _Place: TypeAlias = tuple[int, str]
@@ -41,7 +50,9 @@ class _Converted:
     def is_ahead(self) -> bool:
         """Whether ``before`` was changed, by another model that has it, and ``inside`` was not."""
         was = self.sums
-        return was is not None and was[0] != _sum(self.made_of) and was[1] == _sum(self.inside)
+        return (
+            was is not None and was[0] != checksum(self.made_of) and was[1] == checksum(self.inside)
+        )
 
     @property
     def came(self) -> torch.Tensor:
@@ -87,17 +98,17 @@ class BufferConversion:
                 if buffer is not None:
                     full = f"{prefix}.{name}" if prefix else name
                     found.append((module, name, buffer, self._values.buffer(full, buffer)))
-        reals = _sharing_as_before(
+        reals = sharing_as_before(
             [buffer for *_, buffer, _ in found],
             [real for *_, real in found],
             [name not in module._non_persistent_buffers_set for module, name, *_ in found],
         )
-        converted = _converted(reals, self._convert)
+        converted = convert_together(reals, self._convert)
         for (module, name, buffer, _), real in zip(found, reals, strict=True):
             inside = converted[id(real)]
             given = None if real is buffer or buffer.is_meta or inside.dtype == real.dtype else real
             made_of = buffer if given is None else given
-            sums = (_sum(buffer), _sum(inside)) if real is buffer is not inside else None
+            sums = (checksum(buffer), checksum(inside)) if real is buffer is not inside else None
             self._converted[id(module), name] = _Converted(
                 module, name, buffer, inside, made_of, given, sums
             )
@@ -145,8 +156,8 @@ class BufferConversion:
             for (_, each, buffer), changed in zip(ended, changes, strict=True)
             if buffer is each.inside
             and changed is not None
-            and not (each.given is None and _is_none(changed))  # it may be read-only
-            and _write(each.before, _back(each.came, buffer, changed))
+            and not (each.given is None and is_none(changed))  # it may be read-only
+            and write(each.before, merged(each.came, buffer, changed))
         }
         for (place, each, buffer), changed in zip(ended, changes, strict=True):
             key = id(buffer), id(each.before)
@@ -156,20 +167,20 @@ class BufferConversion:
 
     def _by_elements(self) -> dict[object, torch.Tensor]:
         converted = (each for each in self._converted.values() if each.inside is not each.before)
-        return {_elements(c.inside): c.inside for c in converted if _can_be_view(c.inside)}
+        return {elements_of(c.inside): c.inside for c in converted if can_be_view(c.inside)}
 
     def _of_ours(
         self, each: _Converted, buffer: torch.Tensor, changed: torch.Tensor | None, is_written: bool
     ) -> torch.Tensor:
         before = each.before
-        is_unchanged = each.given is None and _is_none(changed)
+        is_unchanged = each.given is None and is_none(changed)
         # By what was written into another, maybe.
         if is_unchanged or is_written or self._is_back(each, buffer, changed):
             return before
-        if _is_none(changed):
+        if is_none(changed):
             return each.came.to(before.device)
         if changed is not None:
-            return _back(each.came, buffer, changed).to(before.device)
+            return merged(each.came, buffer, changed).to(before.device)
         return buffer.to(before.device, before.dtype)
 
     def _now(self, place: _Place) -> torch.Tensor | None:
@@ -190,7 +201,9 @@ class BufferConversion:
         """An earlier block has ended: what this one gives back is ``buffer``."""
         each = self._converted[place]
         if each.inside is each.before:
-            if _kind(self._convert(buffer)) != _kind(each.inside):  # as made for the earlier block
+            if kind_of(self._convert(buffer)) != kind_of(
+                each.inside
+            ):  # as made for the earlier block
                 if each.module._buffers.get(each.name) is each.inside:
                     each.module._buffers[each.name] = buffer
                 each.inside = buffer
@@ -214,11 +227,11 @@ class BufferConversion:
     ) -> bool:
         """Whether the tensor from before the block has the values that it is to have."""
         if each.given is None:
-            return _is_none(self._differing(each.before, buffer))
+            return is_none(self._differing(each.before, buffer))
         if changed is None:
             return False
-        values = _back(each.given, buffer, changed).to(each.before.device)
-        can_tell = _kind(values) == _kind(each.before) and _has_bits(values)
+        values = merged(each.given, buffer, changed).to(each.before.device)
+        can_tell = kind_of(values) == kind_of(each.before) and has_bits(values)
         return can_tell and torch.equal(bits_of(values), bits_of(each.before))
 
     def _differing(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
@@ -228,7 +241,7 @@ class BufferConversion:
         if before.is_meta:
             return None
         came = self._convert(before)
-        if _kind(buffer) != _kind(came) or not _has_bits(came):
+        if kind_of(buffer) != kind_of(came) or not has_bits(came):
             return None
         return (bits_of(buffer) != bits_of(came)).any(1).view(came.shape)
 
@@ -237,44 +250,13 @@ class BufferConversion:
         return buffer.to(self._device, dtype)
 
 
-def _sum(tensor: torch.Tensor) -> object:
-    if tensor.is_meta or not _has_bits(tensor):
-        return None
-    bits = bits_of(tensor).view(-1).to("cpu", copy=True)  # what numpy has seen cannot be resized
-    return crc32c(bits.view(torch.uint8).numpy().data)
-
-
-def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    shape = None if tensor.is_nested else tensor.shape
-    return shape, tensor.layout, tensor.dtype, tensor.device
-
-
-def _has_bits(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
-
-
-def _is_none(changed: torch.Tensor | None) -> bool:
-    return changed is not None and not bool(changed.any())
-
-
-def _back(came: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-    """The elements of ``buffer`` that were ``changed``, and of the others what they came with."""
-    with torch.no_grad():
-        return torch.where(changed.to(came.device), buffer.to(came.device, came.dtype), came)
-
-
 def _original(
     buffer: torch.Tensor | None, own: Container[int], aliased: Mapping[object, torch.Tensor]
 ) -> torch.Tensor | None:
     """That of which ``buffer`` is another name, as ``detach`` and ``state_dict`` give one."""
-    if buffer is None or id(buffer) in own or is_placeholder(buffer) or not _can_be_view(buffer):
+    if buffer is None or id(buffer) in own or is_placeholder(buffer) or not can_be_view(buffer):
         return buffer
-    return aliased.get(_elements(buffer), buffer)
-
-
-def _elements(tensor: torch.Tensor) -> object:
-    steps = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), *steps, _kind(tensor)
+    return aliased.get(elements_of(buffer), buffer)
 
 
 def _of_program(
@@ -286,115 +268,5 @@ def _of_program(
     before = each.before
     dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
     if changed is not None and (buffer.dtype, buffer.device) != (dtype, before.device):
-        return _back(each.came, buffer, changed).to(before.device)
+        return merged(each.came, buffer, changed).to(before.device)
     return buffer.to(before.device, dtype)
-
-
-def _write(before: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether ``before`` has these values now."""
-    if before.is_inference() or may_overlap_itself(before.shape, before.stride()):
-        return False
-    with torch.no_grad():
-        before.copy_(values)
-    return True
-
-
-def _sharing_as_before(
-    buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor], is_saved: Sequence[bool]
-) -> list[torch.Tensor]:
-    """The ``values``, which a file may have given, each by itself: where ``buffers`` lie in one
-    another's memory, views of one tensor with what loading a state dict into these would leave.
-    """
-    found = list(values)
-    places: dict[int, list[int]] = {}
-    for place, buffer in enumerate(buffers):
-        places.setdefault(id(buffer), []).append(place)
-    for group in _groups(buffers):
-        taken = sorted(place for buffer in group for place in places[id(buffer)])
-        given = [place for place in taken if values[place] is not buffers[place]]
-        if len(taken) == 1 or not given:
-            continue
-        if not _can_be_view(group[0]):  # one tensor in several places, such as one on meta
-            # Of those on meta one that is not saved has what its module computes, and no file.
-            last = max(given, key=lambda place: (is_saved[place], place))
-            for place in taken:
-                found[place] = values[last]
-            continue
-        pairs = [(values[place], buffers[place]) for place in given]
-        if any(new.shape != old.shape or new.dtype != old.dtype for new, old in pairs):
-            continue
-        together = _converted_together(group, torch.clone)  # they stay as they are until the end
-        for place in given:
-            _write(together[id(buffers[place])], values[place])
-        for place in taken:
-            view = together[id(buffers[place])]
-            # What cannot be written, as what `expand` gives, may be given values that no other has.
-            is_written = place not in given or not may_overlap_itself(view.shape, view.stride())
-            if is_written or torch.equal(view, values[place]):
-                found[place] = view
-    return found
-
-
-def _converted(
-    buffers: Iterable[torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """What ``convert`` gives, by ``id``; of those that share memory, views of one tensor."""
-    parts = (_converted_together(group, convert) for group in _groups(buffers))
-    return {key: tensor for part in parts for key, tensor in part.items()}
-
-
-def _groups(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Each of them once, those together that lie in one another's memory."""
-    groups: list[list[torch.Tensor]] = []
-    by_memory: dict[object, list[torch.Tensor]] = {}
-    for buffer in {id(buffer): buffer for buffer in buffers}.values():
-        if _can_be_view(buffer):
-            memory = buffer.untyped_storage()._cdata, buffer.dtype
-            by_memory.setdefault(memory, []).append(buffer)
-        else:
-            groups.append([buffer])
-    for sharing in by_memory.values():
-        groups += _overlapping(sharing)
-    return groups
-
-
-def _can_be_view(buffer: torch.Tensor) -> bool:
-    if type(buffer) is not torch.Tensor or not _has_bits(buffer) or buffer.is_meta:
-        return False
-    return bool(buffer.numel()) and not (
-        buffer.requires_grad or buffer.is_conj() or buffer.is_neg() or buffer.is_inference()
-    )
-
-
-def _overlapping(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those of one storage, put together where the ranges that they lie in overlap."""
-    groups: list[list[torch.Tensor]] = []
-    reach = 0
-    for buffer in sorted(buffers, key=torch.Tensor.storage_offset):
-        if not groups or buffer.storage_offset() >= reach:
-            groups.append([])
-        groups[-1].append(buffer)
-        reach = max(reach, _end(buffer))
-    return groups
-
-
-def _end(buffer: torch.Tensor) -> int:
-    """The place in its storage, in elements, after that of its last element."""
-    return int(buffer.storage_offset() + span_elements(buffer.shape, buffer.stride()))
-
-
-def _converted_together(
-    group: list[torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    first = group[0]
-    if len(group) == 1:
-        return {id(first): convert(first)}
-    start = first.storage_offset()
-    span = first.as_strided([max(map(_end, group)) - start], [1], start)
-    memory = convert(span)
-    if memory is span:
-        return {id(buffer): buffer for buffer in group}
-    return {
-        id(each): memory.as_strided(each.shape, each.stride(), each.storage_offset() - start)
-        for each in group
-    }
