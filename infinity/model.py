@@ -238,8 +238,8 @@ class OffloadedModel:
         check_place(path)
         self._begin("load()")
         self._training.loans.check_none("load()")
-        ranks, steps = self._training.rank_context, self._training.steps
-        return ranks.meet_for(LOAD, steps, partial(self._load, path, stripe_dirs), tells=False)
+        ranks, load = self._training.rank_context, partial(self._load, path, stripe_dirs)
+        return ranks.meet_for(LOAD, [0], load, tells=False)  # at other steps after one was stopped
 
     def _load(self, path: str | os.PathLike[str], stripe_dirs: StripeDirs | None) -> Any:
         self._training.saves.wait_done()

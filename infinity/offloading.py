@@ -225,7 +225,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     with on_all_ranks(ranks):
         fill_all(state, records, values, rank_context, memory_bytes=training.checkpoint_bytes)
         if options.weights is None:
-            _refuse_drawn(state, records)
+            _refuse_lost(state, records)
     rank_context.agree_on_values()
     undo.enter_context(BufferConversion(model, options.device, dtype, values, training.begun))
     activations.leave_alone(model.buffers())
@@ -236,10 +236,10 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     return OffloadedModel(training, snapshots)
 
 
-def _refuse_drawn(state: TieredState, records: Sequence[Record]) -> None:
+def _refuse_lost(state: TieredState, records: Sequence[Record]) -> None:
     """Where an earlier block lost what parameters were trained to: until that is loaded."""
     without = [record.index for record in records if is_lost(record.parameter)]
-    state.mixture.begin_without(without, "drawn ones, since no weights= were given")
+    state.mixture.begin_without(without, "none, since no weights= were given")
 
 
 def _tiling(

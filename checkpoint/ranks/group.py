@@ -293,7 +293,8 @@ class GroupCoordinator:
             raise self.failure_of(error) from error
 
     def _fail(self, failure: RankFailedError) -> RankFailedError:
-        self._failure = failure
+        # Not itself: with its frames it would keep what was computed, a graph of autograd too.
+        self._failure = RankFailedError(str(failure), rank=failure.rank)
         return failure
 
     def _tell(self, cause: str) -> None:

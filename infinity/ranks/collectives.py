@@ -35,7 +35,7 @@ _KINDS = {
     NORM: "takes the norm of gradients after step",
     STEP: "takes the step after step",
     SAVE: "saves after step",
-    LOAD: "loads a checkpoint after step",
+    LOAD: "loads a checkpoint",
     LEAVE: "leaves the offload block after step",
 }
 SMALL = -1
@@ -192,10 +192,10 @@ class Ranks:
         if doing(kind):
             return what
         steps, of = number // _NUMBERS, number % _NUMBERS + SMALL
-        name = str(of)
+        name = "" if kind == LOAD else f" {of}"
         if kind in (GATHER, REDUCE, VALUES, CHANGE):
-            name = "small parameters" if of == SMALL else self.names[of]
-        return f"{what} {name} (steps taken in this block: {steps})"
+            name = " small parameters" if of == SMALL else f" {self.names[of]}"
+        return f"{what}{name} (steps taken in this block: {steps})"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ class Mixture:
             raise
 
     def begin_without(self, parameters: Iterable[int], values: str) -> None:
-        """These were lost before: ``values`` are no others of the model's moment."""
+        """These were lost before, and have ``values`` here, which are not of the model's moment."""
         scope = Scope(frozenset(parameters))
         if scope.values:
             names = self._listed(scope.values)

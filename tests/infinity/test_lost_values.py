@@ -223,7 +223,7 @@ def _only_leave(model: nn.Module, offloaded: infinity.OffloadedModel, folder: Pa
 
 
 @pytest.mark.parametrize("does", [_use_first, _gather_first, _save_first, _only_leave])
-def test_block_does_nothing_with_drawn_values_in_the_place_of_lost_ones(
+def test_block_does_nothing_without_values_in_the_place_of_lost_ones(
     does: Callable[[nn.Module, infinity.OffloadedModel, Path], None], tmp_path: Path
 ) -> None:
     model = _model()
@@ -237,6 +237,40 @@ def test_block_does_nothing_with_drawn_values_in_the_place_of_lost_ones(
     assert told.value.parameters == ["0.weight"]
     with pytest.raises(RuntimeError, match=NAMED):
         F.linear(torch.ones(2, BIG), _weight(model))
+
+
+class _Scaled(nn.Module):
+    """As layers written by hand are: nothing but its constructor sets the scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((BIG,), 2.0))
+        self.linear = nn.Linear(BIG, 2 * BIG)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs * self.scale)
+        return outputs
+
+
+@pytest.mark.parametrize("bound", [None, 4 * BIG * BIG], ids=["whole", "in tiles"])
+def test_lost_parameters_that_nothing_initialises_are_loaded(
+    bound: int | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = _Scaled(), torch.ones(2, BIG)
+    came = copy.deepcopy(model.state_dict())
+    expected = model(inputs).detach()
+    with infinity.offload(model, tmp_path, max_parameter_bytes=bound) as offloaded:
+        offloaded.save(tmp_path / "saved")
+    restore_error(model, tmp_path, max_parameter_bytes=bound)
+    gc.collect()
+    with infinity.offload(model, tmp_path, max_parameter_bytes=bound) as offloaded:
+        with pytest.raises(infinity.MixedStateError, match="scale"):
+            model(inputs)
+        offloaded.load(tmp_path / "saved")
+        assert same_bits(model(inputs), expected)
+    assert all(same_bits(value, came[name]) for name, value in model.state_dict().items())
+    assert same_bits(model(inputs), expected)
 
 
 def test_lost_parameter_of_a_block_that_could_not_begin_is_as_it_was(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_ranks_that_are_missing_or_elsewhere_are_named_on_every_rank(tmp_path: P
         for name in ("more steps", "no load", "no save"):
             assert told[name].startswith("RankFailedError: rank "), told
         assert "leaves the offload block after step 1" in told["more steps"]
-        assert "loads a checkpoint after step 0" in told["no load"]
+        assert "loads a checkpoint (steps taken in this block: 0)" in told["no load"]
         assert "fetches the weights of layers.0.weight" in told["no load"]
         assert "saves after step 1" in told["no save"]
         assert "leaves the offload block after step 1" in told["no save"]

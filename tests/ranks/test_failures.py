@@ -4,16 +4,22 @@ lost.
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
 
 import checkpoint
+import infinity
 from tests.support import rank_jobs
+from tests.support.models import vector_loss
+from tests.support.rank_jobs import stack, world
 from tests.support.ranks import end_ranks, run_ranks, start_ranks
 
 
@@ -103,3 +109,26 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_timeout(tmp_path: Pa
 def newest(root: Path) -> int:
     """The newest step that can be loaded; 0 for none."""
     return checkpoint.Manager(root).latest() or 0
+
+
+def test_ranks_keep_no_model_of_a_backward_pass_that_another_rank_failed(tmp_path: Path) -> None:
+    assert run_ranks(models_of_failed_passes, tmp_path, 2) == [[False, False], [False, False]]
+
+
+def models_of_failed_passes(rank: int, folder: Path) -> list[bool]:
+    """Rank 1 fails in three blocks. Whether the models of the first two are still in memory."""
+    models = []
+    for _ in range(3):
+        model = stack()
+        models.append(ref(model))
+        with (
+            suppress(KeyError, infinity.RankFailedError),
+            infinity.offload(model, folder, host_memory="256MiB", process_group=world()),
+        ):
+            loss = vector_loss(model, 0)
+            if rank == 1:
+                raise KeyError("of a batch")
+            loss.backward()
+        del model, loss
+        gc.collect()
+    return [each() is not None for each in models[:2]]

@@ -71,12 +71,14 @@ def fail(*_: object) -> None:
     raise AioError("no bytes today", errno=errno.EIO, filename="state.swap")
 
 
-def restore_error(model: nn.Module, nvme: Path) -> infinity.RestoreError:
+def restore_error(
+    model: nn.Module, nvme: Path, *, max_parameter_bytes: int | None = None
+) -> infinity.RestoreError:
     """That of a block at whose end no read worked."""
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(infinity.RestoreError) as caught,
-        infinity.offload(model, nvme, optimizer=None),
+        infinity.offload(model, nvme, optimizer=None, max_parameter_bytes=max_parameter_bytes),
     ):
         patch.setattr(ComponentStore, "read", fail)
     assert [name for name, p in model.named_parameters() if p.is_meta] == caught.value.parameters

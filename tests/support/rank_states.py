@@ -110,12 +110,15 @@ def offload(model: nn.Module, folder: Path, group: Any) -> Any:
 
 
 def stopped(rank: int, folder: Path) -> dict[str, Any]:
-    """A load that fails on rank 1 when values were changed, what is refused then, and another."""
+    """A load that fails on rank 1 when values were changed, and rank 0 is at the step that was
+    saved, what is refused then, and another.
+    """
     batches = torch.Generator().manual_seed(rank)
     model = seeded(model_with_statistics)
     with offload(model, folder, dist.group.WORLD) as offloaded:
         train(offloaded, model, batches)
         offloaded.save(folder / "saved")
+        train(offloaded, model, batches)
         failure = OSError("the disk failed") if rank else None
         with mock.patch.object(loading, "_load_own", wraps=loading._load_own, side_effect=failure):
             told = {"load": complaint(lambda: offloaded.load(folder / "saved"))}

@@ -17,6 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from infinity.parameters.first_values import StoredValues, Values, ValueSource
+from infinity.parameters.offloaded.placeholders import is_lost
 from infinity.parameters.records import Record
 from infinity.ranks.context import RankContext
 from infinity.values.initial.file_windows import FileWindows
@@ -117,14 +118,18 @@ class OwnValues:
 
 
 class Initialisation:
-    """A model on meta, initialised as its modules would initialise themselves."""
+    """A model on meta, initialised as its modules would initialise themselves, but for what lost
+    its values in an earlier block: that has none until it is loaded.
+    """
 
     def __init__(self, model: nn.Module, records: Sequence[Record]) -> None:
         # Kept now: they may leave the model while it is offloaded, see ``tiling``.
         self._own = [list(module._parameters.values()) for module in model.modules()]
         self._initialisers = Initialisers(model)
         self._by_id = {id(record.parameter): record for record in records}
-        on_meta = [record.parameter for record in records if record.parameter.is_meta]
+        lost = [record.parameter for record in records if is_lost(record.parameter)]
+        self._lost = {id(parameter) for parameter in lost}  # the block begins without values of it
+        on_meta = [record.parameter for record in records if self._is_drawn(record.parameter)]
         self._initialisers.check(on_meta)
         if on_meta:
             _log.warning(
@@ -142,9 +147,11 @@ class Initialisation:
         for parameters in self._own:
             own = [p for p in parameters if p is not None and id(p) not in done]
             done.update(id(p) for p in own)
-            missing = [p for p in own if p.is_meta]
+            missing = [p for p in own if self._is_drawn(p)]
             for parameter in own:
-                if not parameter.is_meta:
+                if id(parameter) in self._lost:
+                    yield self._by_id[id(parameter)], _nothing_like(parameter)
+                elif not parameter.is_meta:
                     yield self._by_id[id(parameter)], parameter
             for parameter, values in zip(
                 missing, self._initialisers.parameters(missing), strict=True
@@ -153,6 +160,16 @@ class Initialisation:
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         return self._initialisers.buffer(name) if buffer.is_meta else buffer
+
+    def _is_drawn(self, parameter: nn.Parameter) -> bool:
+        return parameter.is_meta and id(parameter) not in self._lost
+
+
+def _nothing_like(parameter: nn.Parameter) -> torch.Tensor:
+    """In the place of values that nobody is given, see ``Mixture.begin_without``."""
+    is_float = parameter.is_floating_point() or parameter.is_complex()
+    nothing = torch.full((), float("nan") if is_float else 0, dtype=parameter.dtype, device="cpu")
+    return nothing.expand(parameter.shape)
 
 
 class WeightFiles:
