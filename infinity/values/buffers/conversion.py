@@ -200,15 +200,18 @@ class BufferConversion:
     def _stand_on(self, place: _Place, buffer: torch.Tensor) -> None:
         """An earlier block has ended: what this one gives back is ``buffer``."""
         each = self._converted[place]
-        if each.inside is each.before:
-            if kind_of(self._convert(buffer)) != kind_of(
-                each.inside
-            ):  # as made for the earlier block
-                if each.module._buffers.get(each.name) is each.inside:
-                    each.module._buffers[each.name] = buffer
+        was = each.inside
+        if was is each.before:
+            if kind_of(self._convert(buffer)) != kind_of(was):  # as made for the earlier block
                 each.inside = buffer
             each.made_of = each.inside.clone()  # rounded by the earlier block, maybe
         each.before = buffer
+        if each.inside is was:
+            return
+        if (later := self._later(place)) is not None and later._converted[place].before is was:
+            later._stand_on(place, buffer)
+        elif later is None and each.module._buffers.get(each.name) is was:
+            each.module._buffers[each.name] = buffer
 
     def _later(self, place: _Place) -> BufferConversion | None:
         """The next block that has begun after this one and has a buffer in the same place."""
