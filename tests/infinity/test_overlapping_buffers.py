@@ -2,15 +2,19 @@
 block and after it.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.values.buffers import conversion
+from infinity.values.buffers.sharing import convert_together
 
 PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "row": lambda whole: whole[1],
@@ -361,3 +365,26 @@ def test_buffer_under_three_blocks_has_its_bits_in_whatever_order_they_end(
         blocks[place].close()
     assert shared.get_buffer("running_mean") is mean
     assert torch.equal(mean, torch.tensor([1, *[1 / 3] * 3]))
+
+
+def test_block_that_ends_on_another_thread_as_one_begins_gives_both_their_buffers(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = nn.BatchNorm1d(4, affine=False)
+    mean = shared.get_buffer("running_mean").fill_(1 / 3)
+    first = ExitStack()
+    model = nn.Sequential(nn.Linear(2, 2), shared)
+    first.enter_context(infinity.offload(model, nvme, compute_dtype=torch.bfloat16))
+    ends = threading.Thread(target=first.close)
+
+    def convert(*given: Any) -> dict[int, torch.Tensor]:
+        """When the buffers have been found."""
+        ends.start()
+        ends.join(0.5)
+        return convert_together(*given)
+
+    monkeypatch.setattr(conversion, "convert_together", convert)
+    with infinity.offload(nn.Sequential(nn.Linear(2, 2), shared), nvme):
+        ends.join()
+    assert shared.get_buffer("running_mean") is mean
+    assert torch.equal(mean, torch.full((4,), 1 / 3))

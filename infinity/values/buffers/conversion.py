@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,12 +24,29 @@ from infinity.values.buffers.tensors import (
     merged,
     write,
 )
+from swap.interruptions.forks import note
 from swap.plain import bits_of
 
 _Place: TypeAlias = tuple[int, str]
 """The ``id`` of a module that is kept alive, and the name of a buffer there."""
 _open: list[BufferConversion] = []
 """Of blocks that have begun, in this order: their models may have modules in common."""
+
+
+class _Turns:
+    """Blocks of several threads begin and end one after the other: each goes by what others have
+    put there.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        note(self)
+
+    def after_fork(self) -> None:
+        self.lock = threading.RLock()  # another thread may have had it
+
+
+_turns = _Turns()
 
 
 @dataclass(slots=True)
@@ -91,6 +109,10 @@ class BufferConversion:
         self._converted: dict[_Place, _Converted] = {}
 
     def __enter__(self) -> None:
+        with _turns.lock:
+            self._convert_all()
+
+    def _convert_all(self) -> None:
         _open.append(self)
         found: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for prefix, module in self._model.named_modules():
@@ -115,11 +137,12 @@ class BufferConversion:
             module._buffers[name] = inside
 
     def __exit__(self, *_: object) -> None:
-        if self in _open:  # what is there behind that may be a later block's
-            self._give_back()
-        left = [self._now(place) for place in self._converted if self._begun.is_set()]
-        if self in _open:  # this may be called again
-            _open.remove(self)
+        with _turns.lock:
+            if self in _open:  # what is there behind that may be a later block's
+                self._give_back()
+            left = [self._now(place) for place in self._converted if self._begun.is_set()]
+            if self in _open:  # this may be called again
+                _open.remove(self)
         for buffer in left:
             if buffer is not None and is_placeholder(buffer):
                 refuse(buffer)
