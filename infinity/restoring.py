@@ -276,9 +276,9 @@ class Restoring:
             return self._own[record.index]
         if record.index in self._state.mixture.without_values:
             self._missing.pop(record.index, None)
-            return nothing(self._came_without[record.index] or refusal_of_mixed(record.name))
+            return nothing(self._came_without[record.index] or refusal_of_mixed(*record.who))
         if record.is_partitioned and not self._rank_context.is_whole:
-            return nothing(refusal_of_gone(record.name))
+            return nothing(refusal_of_gone(*record.who))
         read = partial(self._read, record)
         if record.is_partitioned:
             read = partial(self._together, record.index, read)
@@ -294,7 +294,7 @@ class Restoring:
                 self._rank_context.leave(failure)
             else:
                 self._missing[record.index] = record
-        return nothing((refusal_of_gone if record.is_partitioned else refusal_of_lost)(record.name))
+        return nothing((refusal_of_gone if record.is_partitioned else refusal_of_lost)(*record.who))
 
     def _read(self, record: Record) -> torch.Tensor:
         data = torch.empty(record.shape, dtype=record.dtype, device=record.device)

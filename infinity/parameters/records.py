@@ -52,6 +52,11 @@ class Record:
         return self.spec.name
 
     @property
+    def who(self) -> tuple[str, bool]:
+        """Its name, and whether it is a tile of a weight: what is said of one without values."""
+        return self.name, "tile_of" in vars(self.parameter)
+
+    @property
     def numel(self) -> int:
         """Elements of the whole parameter, on whichever rank they are."""
         return self.cut.numel

@@ -1,6 +1,9 @@
-"""The last step of weights in tiles cannot be finished: ``retry`` finishes it into the tiles."""
+"""Weights in tiles of which some cannot be finished or read: ``retry`` gives them their values, and
+``load_state_dict`` others.
+"""
 
 import errno
+import gc
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +13,9 @@ import pytest
 import infinity
 from aio import AioError
 from infinity import restoring
+from swap.storage.components import ComponentStore
 from swap.update.stages import Stages
+from tests.support.damage import fail
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import same_bits
 
@@ -38,11 +43,11 @@ def test_step_of_tiles_that_cannot_be_finished_is_finished_by_the_retry(
     with infinity.offload(expected, tmp_path, **options) as other:
         _step(expected, other)
 
-    def fail(*_: Any) -> None:
+    def is_full(*_: Any) -> None:
         raise AioError("full", errno=errno.ENOSPC, filename="state.swap")
 
     with (
-        patch.object(Stages, "start_write", fail),
+        patch.object(Stages, "start_write", is_full),
         pytest.raises(infinity.RestoreError, match="values from before the last step") as caught,
         infinity.offload(model, tmp_path, **options) as offloaded,
     ):
@@ -58,3 +63,29 @@ def test_step_of_tiles_that_cannot_be_finished_is_finished_by_the_retry(
     for name, value in expected.state_dict().items():
         assert same_bits(found[name], value), name
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tiles_that_could_not_be_read_get_values_in_the_way_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restoring, "_PAUSES_SECONDS", (0.0,))
+    expected, model = _made(), _made()
+    with (
+        patch.object(ComponentStore, "read", fail),
+        pytest.raises(infinity.RestoreError),
+        infinity.offload(model, tmp_path, **TILED),
+    ):
+        pass
+    gc.collect()
+    with (
+        pytest.raises(ValueError, match=r"blocks give tiles none: to_empty and load_state_dict"),
+        infinity.offload(model, tmp_path, **TILED),
+    ):
+        pytest.fail("a block began without values")
+    model.to_empty(device="cpu")
+    model.load_state_dict(expected.state_dict())
+    for each in (model, expected):
+        with infinity.offload(each, tmp_path, **TILED) as offloaded:
+            _step(each, offloaded)
+    for name, value in expected.state_dict().items():
+        assert same_bits(model.state_dict()[name], value), name

@@ -26,11 +26,38 @@ import infinity
 nvme, path = map(Path, sys.argv[1:])
 np.arange(8, dtype=np.float32).tofile(path)
 table = torch.from_numpy(np.memmap(path, dtype=np.float32, mode="r"))
-model = nn.Linear(2, 2)
-model.register_buffer("table", table)
+
+
+def model_with(table):
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", table)
+    return model
+
+
+"""
+_UNCHANGED = """
+model = model_with(table)
 with infinity.offload(model, nvme, compute_dtype=torch.bfloat16):
     assert model.table.dtype == torch.bfloat16
 assert model.table is table
+"""
+_CHANGED = """
+model = model_with(table)
+with infinity.offload(model, nvme, compute_dtype=torch.bfloat16):
+    model.table.add_(1)
+assert model.table.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+assert model.table.dtype == torch.float32
+assert table.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+"""
+_LOADED = """
+with infinity.offload(model_with(torch.full((8,), 5.0)), nvme) as offloaded:
+    offloaded.save(path.parent / "saved")
+for dtype in (None, torch.bfloat16):
+    model = model_with(table)
+    with infinity.offload(model, nvme, weights=path.parent / "saved", compute_dtype=dtype):
+        pass
+    assert model.table.tolist() == [5] * 8
+assert table.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 """
 
 _PUT: dict[str, Callable[[], torch.Tensor]] = {
@@ -58,10 +85,11 @@ def _model(buffer: torch.Tensor) -> nn.Module:
     return model
 
 
-def test_unchanged_buffer_of_a_file_that_is_read_only_is_not_written(
-    nvme: Path, tmp_path: Path
+@pytest.mark.parametrize("does", [_UNCHANGED, _CHANGED, _LOADED], ids=["kept", "changed", "loaded"])
+def test_buffer_over_a_file_that_is_read_only_is_not_written(
+    does: str, nvme: Path, tmp_path: Path
 ) -> None:
-    script = Script(_READ_ONLY, nvme, tmp_path / "table", ends_interpreter=True)
+    script = Script(_READ_ONLY + does, nvme, tmp_path / "table", ends_interpreter=True)
     _, errors = script.end()
     assert script.returncode == 0, errors
 

@@ -2,15 +2,19 @@
 block and after it.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.values.buffers import conversion
+from infinity.values.buffers.sharing import convert_together
 
 PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "row": lambda whole: whole[1],
@@ -336,18 +340,51 @@ def test_statistics_of_a_pass_stay_though_another_model_changed_the_buffer_meanw
     assert torch.equal(model[1].get_buffer("running_mean"), inside.float())
 
 
-def test_buffer_under_three_blocks_that_end_in_the_order_they_began_has_its_bits(
-    nvme: Path,
+@pytest.mark.parametrize(
+    ("dtypes", "order"),
+    [
+        ((torch.float16, torch.float32, torch.float32), (0, 1, 2)),
+        ((torch.bfloat16, None, torch.float16), (0, 2, 1)),
+        ((torch.bfloat16, None, torch.bfloat16), (0, 1, 2)),
+    ],
+)
+def test_buffer_under_three_blocks_has_its_bits_in_whatever_order_they_end(
+    dtypes: Sequence[torch.dtype | None], order: Sequence[int], nvme: Path
 ) -> None:
     shared = nn.BatchNorm1d(4, affine=False)
     mean = shared.get_buffer("running_mean").fill_(1 / 3)
     blocks = []
-    for dtype in (torch.float16, torch.float32, torch.float32):
+    for dtype in dtypes:
         model = nn.Sequential(nn.Linear(2, 2), shared)
         blocks.append(ExitStack())
         blocks[-1].enter_context(infinity.offload(model, nvme, compute_dtype=dtype))
     shared.get_buffer("running_mean")[0] = 1
-    for block in blocks:
-        block.close()
+    blocks[order[0]].close()
+    assert shared.get_buffer("running_mean").dtype == dtypes[2]
+    for place in order[1:]:
+        blocks[place].close()
     assert shared.get_buffer("running_mean") is mean
     assert torch.equal(mean, torch.tensor([1, *[1 / 3] * 3]))
+
+
+def test_block_that_ends_on_another_thread_as_one_begins_gives_both_their_buffers(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = nn.BatchNorm1d(4, affine=False)
+    mean = shared.get_buffer("running_mean").fill_(1 / 3)
+    first = ExitStack()
+    model = nn.Sequential(nn.Linear(2, 2), shared)
+    first.enter_context(infinity.offload(model, nvme, compute_dtype=torch.bfloat16))
+    ends = threading.Thread(target=first.close)
+
+    def convert(*given: Any) -> dict[int, torch.Tensor]:
+        """When the buffers have been found."""
+        ends.start()
+        ends.join(0.5)
+        return convert_together(*given)
+
+    monkeypatch.setattr(conversion, "convert_together", convert)
+    with infinity.offload(nn.Sequential(nn.Linear(2, 2), shared), nvme):
+        ends.join()
+    assert shared.get_buffer("running_mean") is mean
+    assert torch.equal(mean, torch.full((4,), 1 / 3))

@@ -303,27 +303,34 @@ def refusal_past_tiles(name: str) -> str:
 
 _WAYS = "it values: to_empty and load_state_dict, or another block with weights= or offloaded.load"
 """What is to be given to a parameter without values."""
+_WAYS_OF_TILES = "the model values, as blocks give tiles none: to_empty and load_state_dict"
+"""The same where it is a tile of a weight, which stays in tiles: files know no tiles."""
 
 
-def refusal_of_lost(name: str) -> str:
+def refusal_of_lost(name: str, is_tile: bool = False) -> str:
     """What is said about the parameter ``name`` after a block at whose end nobody could read it."""
     why = "they could not be read back as an offload block ended"
-    return _refusal_of_valueless(name, why, f"Call retry() of the RestoreError, or give {_WAYS}")
+    remedy = f"Call retry() of the RestoreError, or give {_ways(is_tile)}"
+    return _refusal_of_valueless(name, why, remedy)
 
 
-def refusal_of_gone(name: str) -> str:
+def refusal_of_gone(name: str, is_tile: bool = False) -> str:
     """The same where it was partitioned, and a rank failed."""
     why = "a rank failed in the offload block, with its part of them"
-    return _refusal_of_valueless(name, why, f"Give {_WAYS} of the last checkpoint")
+    return _refusal_of_valueless(name, why, f"Give {_ways(is_tile)} of the last checkpoint")
 
 
-def refusal_of_mixed(name: str) -> str:
+def refusal_of_mixed(name: str, is_tile: bool = False) -> str:
     """The same where a load was stopped, and nothing was loaded after it."""
     why = (
         "what replaced them in the offload block was stopped, they were in part from before and in "
         "part from after it"
     )
-    return _refusal_of_valueless(name, why, f"Give {_WAYS}")
+    return _refusal_of_valueless(name, why, f"Give {_ways(is_tile)}")
+
+
+def _ways(is_tile: bool) -> str:
+    return _WAYS_OF_TILES if is_tile else _WAYS
 
 
 def _refusal_of_valueless(name: str, why: str, remedy: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,12 +24,29 @@ from infinity.values.buffers.tensors import (
     merged,
     write,
 )
+from swap.interruptions.forks import note
 from swap.plain import bits_of
 
 _Place: TypeAlias = tuple[int, str]
 """The ``id`` of a module that is kept alive, and the name of a buffer there."""
 _open: list[BufferConversion] = []
 """Of blocks that have begun, in this order: their models may have modules in common."""
+
+
+class _Turns:
+    """Blocks of several threads begin and end one after the other: each goes by what others have
+    put there.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        note(self)
+
+    def after_fork(self) -> None:
+        self.lock = threading.RLock()  # another thread may have had it
+
+
+_turns = _Turns()
 
 
 @dataclass(slots=True)
@@ -91,6 +109,10 @@ class BufferConversion:
         self._converted: dict[_Place, _Converted] = {}
 
     def __enter__(self) -> None:
+        with _turns.lock:
+            self._convert_all()
+
+    def _convert_all(self) -> None:
         _open.append(self)
         found: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for prefix, module in self._model.named_modules():
@@ -115,11 +137,12 @@ class BufferConversion:
             module._buffers[name] = inside
 
     def __exit__(self, *_: object) -> None:
-        if self in _open:  # what is there behind that may be a later block's
-            self._give_back()
-        left = [self._now(place) for place in self._converted if self._begun.is_set()]
-        if self in _open:  # this may be called again
-            _open.remove(self)
+        with _turns.lock:
+            if self in _open:  # what is there behind that may be a later block's
+                self._give_back()
+            left = [self._now(place) for place in self._converted if self._begun.is_set()]
+            if self in _open:  # this may be called again
+                _open.remove(self)
         for buffer in left:
             if buffer is not None and is_placeholder(buffer):
                 refuse(buffer)
@@ -200,15 +223,18 @@ class BufferConversion:
     def _stand_on(self, place: _Place, buffer: torch.Tensor) -> None:
         """An earlier block has ended: what this one gives back is ``buffer``."""
         each = self._converted[place]
-        if each.inside is each.before:
-            if kind_of(self._convert(buffer)) != kind_of(
-                each.inside
-            ):  # as made for the earlier block
-                if each.module._buffers.get(each.name) is each.inside:
-                    each.module._buffers[each.name] = buffer
+        was = each.inside
+        if was is each.before:
+            if kind_of(self._convert(buffer)) != kind_of(was):  # as made for the earlier block
                 each.inside = buffer
             each.made_of = each.inside.clone()  # rounded by the earlier block, maybe
         each.before = buffer
+        if each.inside is was:
+            return
+        if (later := self._later(place)) is not None and later._converted[place].before is was:
+            later._stand_on(place, buffer)
+        elif later is None and each.module._buffers.get(each.name) is was:
+            each.module._buffers[each.name] = buffer
 
     def _later(self, place: _Place) -> BufferConversion | None:
         """The next block that has begun after this one and has a buffer in the same place."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from checkpoint.format.checksum import crc32c
-from checkpoint.format.slices import may_overlap_itself
+from checkpoint.format.slices import may_overlap_itself, span_elements
 from swap.plain import bits_of
 
 
@@ -55,9 +57,37 @@ def merged(came: torch.Tensor, buffer: torch.Tensor, changed: torch.Tensor) -> t
 
 
 def write(before: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether ``before`` has these values now."""
+    """Whether ``before`` has these values now. Memory that cannot be written to keeps its own."""
     if before.is_inference() or may_overlap_itself(before.shape, before.stride()):
+        return False
+    if _is_read_only(before):
         return False
     with torch.no_grad():
         before.copy_(values)
     return True
+
+
+def _is_read_only(tensor: torch.Tensor) -> bool:
+    """Whether a write would end the process, as into a file that is mapped to be read: torch takes
+    such memory for its own.
+    """
+    if not _may_be_mapped(tensor):
+        return False
+    start = tensor.data_ptr()
+    end = start + span_elements(tensor.shape, tensor.stride()) * tensor.itemsize
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        ends, access = line.split(maxsplit=2)[:2]
+        first, behind = (int(one, 16) for one in ends.split("-"))
+        if first < end and start < behind and "w" not in access:
+            return True
+    return False
+
+
+def _may_be_mapped(tensor: torch.Tensor) -> bool:
+    """What torch has allocated itself, it can resize."""
+    is_here = tensor.device.type == "cpu" and has_bits(tensor) and bool(tensor.numel())
+    return is_here and not tensor.untyped_storage().resizable()
