@@ -40,7 +40,7 @@ def watch(ticket: object, first: FirstError, error: OSError) -> None:
 
 def tell(*, at_exit: bool = False) -> None:
     """Logs errors that nobody can ask for any more; at exit, of all that are left."""
-    for reference in list(_failed):
+    for reference in list(_failed or ()):  # None in finalizers at the interpreter's end
         if at_exit or reference() is None:
             first, error = _failed.get(reference, (None, None))
             if first is not None and first.take():

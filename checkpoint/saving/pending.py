@@ -314,8 +314,23 @@ def wait_for_earlier(
         pending.tell()
 
 
+_is_last = Latch()
+"""Set when the interpreter waits for saves for the last time."""
+
+
+def wait_at_exit(pending: PendingSave) -> None:
+    """Waits for a save that began in a handler of `atexit` which comes behind ours, or in a
+    finalizer beside them: the interpreter would not, and its error would be told by nobody.
+    """
+    if _is_last.is_set():
+        pending.wait_done()
+        if pending.is_untold:
+            pending.log()
+
+
 @atexit.register
 def _tell_at_exit() -> None:
+    _is_last.set()
     join_workers()
     for pending in _registry.take_untold():
         pending.log()

@@ -27,7 +27,13 @@ from checkpoint.format.records import Manifest, SaveInfo
 from checkpoint.ranks.coordinator import Arrival, Coordinator, Operation, apart
 from checkpoint.saving.commit import SavePlan, commit
 from checkpoint.saving.guard import Gate
-from checkpoint.saving.pending import PendingSave, is_behind, wait_for_earlier, wait_for_place
+from checkpoint.saving.pending import (
+    PendingSave,
+    is_behind,
+    wait_at_exit,
+    wait_for_earlier,
+    wait_for_place,
+)
 from checkpoint.sheltered import Cancellation, StoppedError, Worker, wait_for
 from checkpoint.tensors.copiers import Copier
 from checkpoint.threads import asked, started
@@ -86,10 +92,11 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
     _start(order, worker, pending.has_begun if order.snapshot is None else pending.has_staged)
     try:
         pending.check_begun()
-        return pending
     except BaseException:
         pending.forget()
         raise
+    wait_at_exit(pending)
+    return pending
 
 
 def _start(order: Order, worker: Worker[None], latch: Latch) -> None:

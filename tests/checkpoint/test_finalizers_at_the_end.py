@@ -1,9 +1,11 @@
-"""Finalizers that run when the interpreter has ended, beside which no thread runs any more."""
+"""Finalizers that run as the interpreter ends, or when it has, beside which no thread runs."""
 
 from pathlib import Path
 
 import pytest
 
+import checkpoint
+from aio import Engine
 from tests.support.scripts import Script
 
 _SCRIPT = """
@@ -56,3 +58,50 @@ def test_what_needs_a_thread_is_refused_by_name_at_the_end_of_the_interpreter(
     assert script.returncode == 0, errors
     assert "the interpreter has ended" in printed
     assert "atexit" in printed
+
+
+_BEHIND = """
+import sys, threading, weakref
+class Run: pass
+run = Run()
+weakref.finalize(run, lambda: save())  # the first one: it is called behind handlers of `atexit`
+import torch, checkpoint
+path, what = sys.argv[1:]
+class Source:
+    dtype, shape = torch.uint8, (1 << 20,)
+    def read(self, start, out):
+        if what == "fail":
+            raise OSError(5, "the source is gone")
+def save():
+    state = {"source": Source(), "x": torch.ones(5 << 20)}
+    if what == "manager":
+        checkpoint.Manager(path).save_async(1, state)
+    else:
+        checkpoint.save_async(state, path)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", ["one", "manager", "fail"])
+def test_a_save_that_begins_when_the_interpreter_has_waited_for_saves_is_made(
+    tmp_path: Path, what: str
+) -> None:
+    script = Script(_BEHIND, tmp_path / "run", what, ends_interpreter=True)
+    _, errors = script.end()
+    if what == "fail":
+        assert "nobody asked for its result" in errors
+        assert "the source is gone" in errors
+        return
+    assert (script.returncode, errors) == (0, "")
+    step = tmp_path / "run" / ("step-1" if what == "manager" else "")
+    assert checkpoint.load(step)["x"].sum() == 5 << 20
+
+
+def test_engines_and_files_of_a_generator_close_when_modules_have_lost_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which order they lose them varies: this is what a generator found that ended late."""
+    with Engine() as engine, engine.open(tmp_path / "file", "w") as file:
+        engine.write(file, 0, b"text").result()
+        monkeypatch.setattr("aio.process.unasked._failed", None)
+    assert (tmp_path / "file").read_bytes() == b"text"
