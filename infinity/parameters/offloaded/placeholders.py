@@ -304,7 +304,7 @@ def refusal_past_tiles(name: str) -> str:
 _WAYS = "it values: to_empty and load_state_dict, or another block with weights= or offloaded.load"
 """What is to be given to a parameter without values."""
 _WAYS_OF_TILES = "it values: to_empty and load_state_dict, or another block with offloaded.load"
-"""The same where it is a tile of a weight, which stays in tiles: files of weights= know no tiles."""
+"""The same where it is a tile of a weight that stays in tiles, which files do not know."""
 
 
 def refusal_of_lost(name: str, is_tile: bool = False) -> str:
