@@ -210,7 +210,8 @@ class OffloadAccelerator(_Base):  # type: ignore[misc]
             if self._offloaded.model is not model:
                 raise ValueError(
                     "host_memory is for one model, and another was prepared; offload that by "
-                    "infinity.offload(..., optimizer=None, host_memory=...) itself"
+                    "infinity.offload(..., optimizer=None, host_memory=...) itself, or, where both "
+                    "are trained, prepare one torch.nn.ModuleDict of them with one optimizer"
                 )
             if made is None or made is self._offload_made:
                 return

@@ -137,7 +137,10 @@ def _check(made: torch.optim.Optimizer, model: nn.Module) -> None:
             )
         grouped.discard(id(parameter))
     if grouped:
-        raise ValueError("the optimizer has parameters that are not of the model to be offloaded")
+        raise ValueError(
+            "the optimizer has parameters that are not of the model to be offloaded; put all "
+            "models that it trains into one torch.nn.ModuleDict, and give that in their place"
+        )
 
 
 def _check_state(made: torch.optim.Optimizer) -> None:

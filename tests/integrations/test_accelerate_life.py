@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "fsdp_plugin cannot be honoured.*leave it out",
     ),
     "dynamo": (lambda nvme: _accelerator(nvme, dynamo_backend="inductor"), "dynamo_backend"),
-    "two models": (_prepared(lambda _: [seeded(make)]), "for one model"),
+    "two models": (_prepared(lambda _: [seeded(make)]), "for one model.*ModuleDict"),
     "two optimizers": (
         _prepared(lambda m: [fused(m.parameters(), 1e-2), fused(m.parameters(), 1e-2)]),
         "2 optimizers of one model",
@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         _prepared(partial(_stepped, make=torch.optim.Adagrad)),
         "the Adagrad has state from steps in memory",
     ),
-    "of another": (_prepared(_of_another), "not of the model"),
+    "of another": (_prepared(_of_another), "not of the model.*ModuleDict"),
     "LBFGS": (_prepared(lambda m: [torch.optim.LBFGS(m.parameters())]), "LBFGS"),
     "state_dtype": (
         _prepared(lambda m: [torch.optim.SGD(m.parameters())], state_dtype=torch.bfloat16),
