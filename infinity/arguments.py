@@ -171,8 +171,9 @@ def parameter_bound(max_parameter_bytes: int | str | None) -> int | None:
     bound = parse_bytes(max_parameter_bytes, name="max_parameter_bytes")
     if bound < MIN_TILE_BYTES:
         raise ValueError(
-            f"max_parameter_bytes={bound} is less than {MIN_TILE_BYTES}: parameters of up to "
-            f"{ALWAYS_ON_HOST_ELEMENTS} elements always stay in memory, smaller tiles would as well"
+            f"max_parameter_bytes={bound} is less than {MIN_TILE_BYTES}, four times the "
+            f"{ALWAYS_ON_HOST_ELEMENTS} elements of float32 up to which parameters always stay in "
+            "memory: tiles of less would stay there as well"
         )
     return bound
 
