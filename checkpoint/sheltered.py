@@ -202,7 +202,7 @@ def sheltered(work: Callable[[Cancellation], T], name: str) -> T:
     return worker.outcome()
 
 
-def wait_for(worker: Worker[T], latch: Latch) -> None:
+def wait_for(worker: Worker[T], latch: Latch, *, is_started: bool = False) -> None:
     """Starts a worker and waits for one of its latches, which is set when it has ended at last.
 
     An interrupt is raised when the work has ended, also where two signals come at once; another one
@@ -210,7 +210,8 @@ def wait_for(worker: Worker[T], latch: Latch) -> None:
     caller's, has been asked to stop and ends by itself. A disk that hangs must not hold the caller.
     """
     try:
-        worker.start()
+        if not is_started:
+            worker.start()
         latch.wait()
     except BaseException as interrupt:
         while True:

@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from aio.errors import check_flag
 from checkpoint.directory.destination import check_place
 from checkpoint.directory.relocation import StripeDirs
 from checkpoint.ranks.coordinator import apart
@@ -160,6 +161,7 @@ class OffloadedModel:
         kept. Both ends wait for forward passes that other threads are in the midst of, 10 s at the
         most; keep passes that may begin just then away from it by a lock.
         """
+        check_flag("modify", modify)
         training, params = self._training, asked(params)
 
         def chosen() -> Sequence[Record]:
@@ -201,29 +203,22 @@ class OffloadedModel:
         and ``ValueError`` with ``extra`` or ``only_trainable``.
         """
         check_place(path)
+        how = persistence.How(block=block, stripe_dirs=stripe_dirs, only_trainable=only_trainable)
         check_not_amid("save()")
         if snapshot is not None:
             if extra is not None or only_trainable:
                 raise ValueError("a snapshot is saved as it is: leave extra and only_trainable out")
-            return self._save_snapshot(snapshot, path, stripe_dirs, block=block)
+            return self._save_snapshot(snapshot, path, how)
         self._training.check_unchanged()
         self._training.loans.check_unmodified("save()")
-        how = persistence.How(block=block, stripe_dirs=stripe_dirs, only_trainable=only_trainable)
         save = partial(persistence.save, self._training, path, extra, how)
         return self._training.rank_context.meet_for(SAVE, self._training.steps, save, tells=True)
 
-    def _save_snapshot(
-        self,
-        name: str,
-        path: str | os.PathLike[str],
-        stripe_dirs: Sequence[str | os.PathLike[str]] | None,
-        *,
-        block: bool,
-    ) -> Any:
+    def _save_snapshot(self, name: str, path: str | os.PathLike[str], how: persistence.How) -> Any:
         self._training.check_open()
         checked_name(name)
         self._check_alone("save(snapshot=)")
-        return self._snapshots.save(self._training, name, path, stripe_dirs, block=block)
+        return self._snapshots.save(self._training, name, path, how.stripe_dirs, block=how.block)
 
     @own_modes
     def load(self, path: str | os.PathLike[str], *, stripe_dirs: StripeDirs | None = None) -> Any:
@@ -301,6 +296,7 @@ class OffloadedModel:
         check_not_amid("snapshot()")
         self._training.check_unchanged()
         checked_name(name)
+        check_flag("block", block)
         if keep is not None:
             check_count(keep, name="keep")
         self._training.loans.check_unmodified("snapshot()")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from checkpoint.format.names import closest
@@ -68,6 +68,11 @@ class Selection:
 
 
 def _listed(patterns: object) -> list[str]:
+    if isinstance(patterns, Mapping):  # of `load(path, tree)` the tree would stay as it was
+        raise TypeError(
+            f"only is a {type(patterns).__name__}, not patterns; give a tree that is to be written"
+            " to as into=, or the names of leaves in a list"
+        )
     texts: list[Any] = list(patterns) if isinstance(patterns, Iterable) else [patterns]
     for text in texts:
         if not isinstance(text, str):

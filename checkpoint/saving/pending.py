@@ -19,7 +19,7 @@ from pathlib import Path
 from aio.errors import check_seconds, let_go, without_frames
 from aio.process.threads import Latch, say
 from checkpoint.format.records import SaveInfo
-from checkpoint.sheltered import Cancellation, join_workers
+from checkpoint.sheltered import Cancellation, Worker, join_workers, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -318,12 +318,13 @@ _is_last = Latch()
 """Set when the interpreter waits for saves for the last time."""
 
 
-def wait_at_exit(pending: PendingSave) -> None:
+def wait_at_exit(pending: PendingSave, worker: Worker[None]) -> None:
     """Waits for a save that began in a handler of `atexit` which comes behind ours, or in a
-    finalizer beside them: the interpreter would not, and its error would be told by nobody.
+    finalizer beside them: the interpreter would not, and its error would be told by nobody. An
+    interrupt stops it, as in the rest of the call.
     """
     if _is_last.is_set():
-        pending.wait_done()
+        wait_for(worker, worker.ended, is_started=True)
         if pending.is_untold:
             pending.log()
 

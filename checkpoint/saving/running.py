@@ -95,7 +95,7 @@ def save_behind(order: Order, after: Callable[[], None] | None) -> PendingSave:
     except BaseException:
         pending.forget()
         raise
-    wait_at_exit(pending)
+    wait_at_exit(pending, worker)
     return pending
 
 

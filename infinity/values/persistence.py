@@ -33,6 +33,7 @@ from typing import Any, Protocol
 from torch import nn
 
 import checkpoint
+from aio.errors import check_flag
 from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.ranks.coordinator import (
     Arrival,
@@ -85,11 +86,23 @@ class TrainingState(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
-    """``block``: until it is durable; ``only_trainable``: without what is frozen."""
+    """``block``: until it is durable; ``only_trainable``: without what is frozen.
+
+    Raises ``TypeError`` for what is neither True nor False: of ``save(path, extra)``, as other
+    saves have it, the ``extra`` would be lost without a word.
+    """
 
     block: bool = True
     stripe_dirs: Sequence[str | os.PathLike[str]] | None = None
     only_trainable: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.block) is not bool:
+            raise TypeError(
+                f"block is a {type(self.block).__name__}, not True or False; what is to be saved"
+                " beside the training goes by its name, extra=..."
+            )
+        check_flag("only_trainable", self.only_trainable)
 
 
 def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how: How) -> Any:

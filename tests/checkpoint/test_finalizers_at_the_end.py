@@ -61,7 +61,7 @@ def test_what_needs_a_thread_is_refused_by_name_at_the_end_of_the_interpreter(
 
 
 _BEHIND = """
-import sys, threading, weakref
+import sys, threading, time, weakref
 class Run: pass
 run = Run()
 weakref.finalize(run, lambda: save())  # the first one: it is called behind handlers of `atexit`
@@ -74,10 +74,28 @@ class Source:
             raise OSError(5, "the source is gone")
 def save():
     state = {"source": Source(), "x": torch.ones(5 << 20)}
+    if what == "interrupt":
+        return interrupted(state)
     if what == "manager":
         checkpoint.Manager(path).save_async(1, state)
     else:
         checkpoint.save_async(state, path)
+def interrupted(state):
+    import os, signal
+    class Interrupting(Source):
+        has_been = False
+        def read(self, start, out):
+            if not self.has_been:
+                self.has_been = True
+                time.sleep(0.3)  # the caller waits by now
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)
+    state = {"x": torch.ones(5 << 20), "source": Interrupting()}
+    guard = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)
+    try:
+        checkpoint.save_async(state, path, guard=guard)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
 """
 
 
@@ -95,6 +113,17 @@ def test_a_save_that_begins_when_the_interpreter_has_waited_for_saves_is_made(
     assert (script.returncode, errors) == (0, "")
     step = tmp_path / "run" / ("step-1" if what == "manager" else "")
     assert checkpoint.load(step)["x"].sum() == 5 << 20
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_of_a_save_that_the_end_of_the_interpreter_waits_for_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    script = Script(_BEHIND, tmp_path / "run", "interrupt", ends_interpreter=True)
+    printed, errors = script.end()
+    assert (script.returncode, errors) == (0, "")
+    assert "interrupted" in printed
+    assert not (tmp_path / "run").exists()
 
 
 def test_engines_and_files_of_a_generator_close_when_modules_have_lost_their_names(

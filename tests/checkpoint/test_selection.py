@@ -44,3 +44,11 @@ def test_what_is_no_pattern_is_refused_by_name(tmp_path: Path, only: Any, value:
     checkpoint.save({"w": torch.ones(2)}, tmp_path / "step")
     with pytest.raises(TypeError, match=f"only={value} is no pattern"):
         checkpoint.load(tmp_path / "step", only=only)
+
+
+def test_a_tree_in_the_place_of_patterns_is_refused_and_told_where_it_goes(tmp_path: Path) -> None:
+    checkpoint.save({"x": torch.ones(3)}, tmp_path / "step")
+    tree: Any = {"x": torch.zeros(3)}
+    with pytest.raises(TypeError, match=r"only is a dict, .*into="):
+        checkpoint.load(tmp_path / "step", tree)
+    assert tree["x"].sum() == 0

@@ -20,6 +20,7 @@ REFUSED = (TypeError, ValueError)
 NOT_NUMBERS = (None, "x", [1.0], 1j, torch.ones(2), math.nan, 10**400)
 NOT_AMOUNTS = (*NOT_NUMBERS, math.inf, -1.0)
 NOT_COUNTS = (None, "2", 1.5, math.nan, [1], True, 0, -1)
+NOT_FLAGS: tuple[Any, ...] = (None, 1, 0, "yes", [1])
 NOT_SIZES = ("x", -1, 0, 1.5, True, [1], b"1")
 NOT_PATHS = (3, b"x", ["a"], math.nan, "", "s3://bucket/run")
 NOT_DEVICES: tuple[Any, ...] = ("tpu", "meta", "cpu:x", 3.5, [1], {})
@@ -120,6 +121,10 @@ def test_what_is_no_model_for_a_plan_is_named(count: Any) -> None:
         infinity.plan(count)
 
 
+def _save_to(path: str, offloaded: OffloadedModel, second: Any) -> None:
+    offloaded.save(path, second)
+
+
 CALLS: dict[str, tuple[str, tuple[Any, ...], Callable[[OffloadedModel, Any], Any]]] = {
     "clip_grad_norm_": ("max_norm", (*NOT_NUMBERS, -1, -math.inf), OffloadedModel.clip_grad_norm_),
     "gradient": (
@@ -142,6 +147,23 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], Callable[[OffloadedModel, Any], Any
         "stripe_dirs",
         ("x", 3, [3], [""]),
         lambda offloaded, value: offloaded.save("run", stripe_dirs=value),
+    ),
+    # The second argument of every other `save` is what to save.
+    "save, block": ("extra=", ({"epoch": 3}, 7, 0, None, "x"), partial(_save_to, "run")),
+    "save, only_trainable": (
+        "only_trainable",
+        NOT_FLAGS,
+        lambda offloaded, value: offloaded.save("run", only_trainable=value),
+    ),
+    "snapshot, block": (
+        "block",
+        NOT_FLAGS,
+        lambda offloaded, value: offloaded.snapshot("last", block=value),
+    ),
+    "gathered, modify": (
+        "modify",
+        (*NOT_FLAGS, nn.Parameter(torch.ones(3))),
+        lambda offloaded, value: offloaded.gathered(None, value),
     ),
     "load, stripe_dirs": (
         "stripe_dirs",
