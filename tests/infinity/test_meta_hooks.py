@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import infinity
+from infinity.parameters.offloaded.parameter import take_grad
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import WHOLE
 
@@ -65,3 +66,14 @@ def test_the_dtype_of_gradients_of_meta_parameters_is_kept(meta: Stack, nvme: Pa
     with infinity.offload(meta, nvme, optimizer=None, host_memory=WHOLE):
         assert weight.grad_dtype == torch.float64
     assert weight.grad_dtype == torch.float64
+
+
+def test_gradients_of_a_meta_model_leave_host_memory_in_each_of_its_blocks(
+    meta: Stack, nvme: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "weights.safetensors"
+    for _ in range(3):
+        with infinity.offload(meta, nvme, weights=file, host_memory=WHOLE) as offloaded:
+            vector_loss(meta, 0).backward()
+            assert all(take_grad(each) is None for each in meta.parameters())
+            offloaded.step()

@@ -17,6 +17,7 @@ import torch
 
 import checkpoint
 import infinity
+from infinity.block import OffloadBlock
 from tests.support import rank_jobs
 from tests.support.models import vector_loss
 from tests.support.rank_jobs import stack, world
@@ -132,3 +133,35 @@ def models_of_failed_passes(rank: int, folder: Path) -> list[bool]:
         del model, loss
         gc.collect()
     return [each() is not None for each in models[:2]]
+
+
+def test_ranks_train_a_model_again_that_lost_its_values_in_other_ways_on_each(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(trained_after_a_failure, tmp_path, 2)
+    assert first == second == ""
+
+
+def trained_after_a_failure(rank: int, folder: Path) -> str:
+    """Rank 0 fails in a block when rank 1 has a graph that is alive. What training raises then."""
+    model = stack()
+
+    def offload() -> OffloadBlock:
+        return infinity.offload(model, folder, host_memory="256MiB", process_group=world())
+
+    with offload() as offloaded:
+        offloaded.save(folder / "saved")
+    with suppress(KeyError, infinity.RankFailedError), offload():
+        loss = vector_loss(model, 0)
+        if rank == 0:
+            del loss
+            raise KeyError("of a batch")
+        loss.backward()
+    with offload() as offloaded:
+        offloaded.load(folder / "saved")
+
+        def train() -> None:
+            vector_loss(model, 0).backward()
+            offloaded.step()
+
+        return rank_jobs.complaint(train)

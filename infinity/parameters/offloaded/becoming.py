@@ -135,12 +135,13 @@ def _swap(parameter: Any, fresh: nn.Parameter) -> None:
 
 
 def _let_hook(parameter: Any, hooked: Any) -> None:
-    """Have the hooks on ``hooked`` called for ``parameter``. After a swap a parameter still lists
-    its own, and autograd knows of none.
+    """Have the hooks on ``hooked`` called for ``parameter``, and those that are added to
+    them. After a swap a parameter still lists its own, and autograd knows of no such list.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if hooks := getattr(hooked, name):
+            hooks = getattr(hooked, name)
+            if hooks or (hooks is not None and parameter is hooked):
                 setattr(parameter, name, hooks)
 
 
