@@ -15,6 +15,7 @@ from infinity.parameters.first_values import Values
 from infinity.parameters.offloaded.placeholders import is_placeholder, refuse
 from infinity.values.buffers.sharing import convert_together, sharing_as_before
 from infinity.values.buffers.tensors import (
+    are_same,
     can_be_view,
     checksum,
     elements_of,
@@ -261,8 +262,7 @@ class BufferConversion:
         if changed is None:
             return False
         values = merged(each.given, buffer, changed).to(each.before.device)
-        can_tell = kind_of(values) == kind_of(each.before) and has_bits(values)
-        return can_tell and torch.equal(bits_of(values), bits_of(each.before))
+        return are_same(values, each.before)
 
     def _differing(
         self, before: torch.Tensor, buffer: torch.Tensor, dtype: torch.dtype | None = None
@@ -302,6 +302,9 @@ def _of_program(
     before = each.before
     is_ours = buffer.dtype in (each.dtype, each.inside.dtype)
     dtype = before.dtype if is_ours else buffer.dtype
-    if changed is not None and (buffer.dtype, buffer.device) != (dtype, before.device):
-        return merged(each.came, buffer, changed).to(before.device)
-    return buffer.to(before.device, dtype)
+    values = buffer.to(before.device, dtype)
+    if changed is None:
+        return values
+    # In the same dtype, too: an earlier block may have rounded what this one began with.
+    exact = merged(each.came, buffer, changed).to(before.device)
+    return values if are_same(values, exact) else exact
