@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import infinity
+from infinity.values.initial import materialize
 from tests.support.models import Gpt, Stack, seeded, token_loss, vector_loss
 from tests.support.training import WHOLE, least_budget, same_bits, same_values, values_of
 
@@ -333,3 +335,29 @@ def test_training_goes_on_after_interruptions(nvme: Path) -> None:
 
 def _interrupt(*_: Any) -> None:
     raise _Interruption("on purpose")
+
+
+def test_block_begins_while_a_lock_of_progress_bars_is_not_given_back(nvme: Path) -> None:
+    begun = threading.Event()
+
+    def begin() -> None:
+        with infinity.offload(nn.Linear(4, 4), nvme):
+            begun.set()
+
+    thread = threading.Thread(target=begin, daemon=True)
+    with tqdm.get_lock():  # as an interrupt within it leaves it
+        thread.start()
+        has_begun = begun.wait(10)
+    thread.join()
+    assert has_begun
+
+
+def test_bar_is_shown_on_a_terminal_where_values_take_long(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(materialize, "_DELAY_SECONDS", -1.0)
+    for is_terminal in (False, True):
+        monkeypatch.setattr(materialize, "_is_terminal", lambda _, shown=is_terminal: shown)
+        with infinity.offload(nn.Linear(4, 4), nvme):
+            pass
+        assert ("offloading" in capsys.readouterr().err) == is_terminal

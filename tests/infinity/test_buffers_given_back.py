@@ -1,7 +1,7 @@
 """Buffers after the block: as plain PyTorch leaves them, whatever a program put in their place."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -14,6 +14,7 @@ from torch import nn
 import infinity
 from infinity.values.buffers.conversion import BufferConversion
 from tests.support.scripts import Script
+from tests.support.training import same_bits
 
 _READ_ONLY = """
 import sys
@@ -313,3 +314,35 @@ def test_buffer_put_where_one_on_meta_was_is_real_in_all_places(nvme: Path, tmp_
         first.table = second.get_buffer("table")
         second.get_buffer("table").add_(1)
     assert first.get_buffer("table").tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("is_changed_behind", [False, True])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float16, None),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("kept", [torch.float32, torch.float64])
+def test_copy_put_under_blocks_has_the_bits_of_the_buffer_where_the_first_ends_first(
+    kept: torch.dtype, dtypes: Sequence[torch.dtype | None], is_changed_behind: bool, nvme: Path
+) -> None:
+    shared = nn.Module()
+    shared.register_buffer("mean", torch.full((4,), 1 / 3, dtype=kept))
+    blocks = []
+    for dtype in dtypes:
+        model = nn.Sequential(nn.Linear(2, 2), shared)
+        blocks.append(ExitStack())
+        blocks[-1].enter_context(infinity.offload(model, nvme, compute_dtype=dtype))
+    shared.mean = shared.get_buffer("mean").clone()
+    shared.get_buffer("mean")[0] = 1
+    for block in blocks[:-1]:
+        block.close()
+    if is_changed_behind:
+        shared.get_buffer("mean")[1] = 2
+    blocks[-1].close()
+    behind = 2 if is_changed_behind else 1 / 3
+    expected = torch.tensor([1, behind, 1 / 3, 1 / 3], dtype=kept)
+    assert same_bits(shared.get_buffer("mean"), expected)

@@ -15,6 +15,7 @@ from infinity.parameters.first_values import Values
 from infinity.parameters.offloaded.placeholders import is_placeholder, refuse
 from infinity.values.buffers.sharing import convert_together, sharing_as_before
 from infinity.values.buffers.tensors import (
+    are_same,
     can_be_view,
     checksum,
     elements_of,
@@ -63,6 +64,10 @@ class _Converted:
     """The values that it came with, where they are rounded inside and are not in ``before``."""
     sums: tuple[object, object] | None
     """Of ``before`` and ``inside``, made of it: torch counts no change by ``batch_norm``."""
+    dtype: torch.dtype
+    """Of ``inside`` as the block began, and so of what a program made of it: ``inside`` is of
+    another where an earlier block has ended since.
+    """
 
     @property
     def is_ahead(self) -> bool:
@@ -132,7 +137,7 @@ class BufferConversion:
             made_of = buffer if given is None else given
             sums = (checksum(buffer), checksum(inside)) if real is buffer is not inside else None
             self._converted[id(module), name] = _Converted(
-                module, name, buffer, inside, made_of, given, sums
+                module, name, buffer, inside, made_of, given, sums, inside.dtype
             )
             module._buffers[name] = inside
 
@@ -245,7 +250,7 @@ class BufferConversion:
         """Which elements of ``buffer`` were changed, as a mask; None where that cannot be told."""
         if buffer is each.inside and each.is_ahead:
             return torch.zeros(1, dtype=torch.bool)
-        changed = self._differing(each.made_of, buffer)
+        changed = self._differing(each.made_of, buffer, each.dtype)
         return changed if changed is not None and changed.shape == each.came.shape else None
 
     def _is_back(
@@ -257,16 +262,19 @@ class BufferConversion:
         if changed is None:
             return False
         values = merged(each.given, buffer, changed).to(each.before.device)
-        can_tell = kind_of(values) == kind_of(each.before) and has_bits(values)
-        return can_tell and torch.equal(bits_of(values), bits_of(each.before))
+        return are_same(values, each.before)
 
-    def _differing(self, before: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
-        """Which elements of ``buffer`` are not what those of ``before`` are converted to, bit for
-        bit, as a mask; None where that cannot be told.
+    def _differing(
+        self, before: torch.Tensor, buffer: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
+        """Which elements of ``buffer`` are not what those of ``before`` are converted to (to
+        ``dtype``, if that is what it has), bit for bit, as a mask; None where that cannot be told.
         """
         if before.is_meta:
             return None
         came = self._convert(before)
+        if buffer.dtype == dtype != came.dtype:
+            came = came.to(dtype)
         if kind_of(buffer) != kind_of(came) or not has_bits(came):
             return None
         return (bits_of(buffer) != bits_of(came)).any(1).view(came.shape)
@@ -292,7 +300,11 @@ def _of_program(
     never the tensor from before, which may be a buffer somewhere else.
     """
     before = each.before
-    dtype = before.dtype if buffer.dtype == each.inside.dtype else buffer.dtype
-    if changed is not None and (buffer.dtype, buffer.device) != (dtype, before.device):
-        return merged(each.came, buffer, changed).to(before.device)
-    return buffer.to(before.device, dtype)
+    is_ours = buffer.dtype in (each.dtype, each.inside.dtype)
+    dtype = before.dtype if is_ours else buffer.dtype
+    values = buffer.to(before.device, dtype)
+    if changed is None:
+        return values
+    # In the same dtype, too: an earlier block may have rounded what this one began with.
+    exact = merged(each.came, buffer, changed).to(before.device)
+    return values if are_same(values, exact) else exact

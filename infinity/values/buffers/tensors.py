@@ -22,6 +22,12 @@ def has_bits(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are of one kind and have the same bits, as far as that can be told."""
+    can_tell = kind_of(one) == kind_of(other) and has_bits(one)
+    return can_tell and torch.equal(bits_of(one), bits_of(other))
+
+
 def can_be_view(buffer: torch.Tensor) -> bool:
     """Whether a view of another tensor can stand for it, which has its values alone."""
     if type(buffer) is not torch.Tensor or not has_bits(buffer) or buffer.is_meta:

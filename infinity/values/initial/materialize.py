@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 import torch
 from torch import nn
@@ -38,6 +42,8 @@ from swap.plan.rules import master_components
 from swap.tiered import CHUNK_ELEMENTS, TieredState
 
 _log = logging.getLogger(__name__)
+_DELAY_SECONDS = 1.0
+"""Before a bar is shown."""
 Part = tuple[int, int, torch.Tensor]
 """A parameter, its first element that is meant, and values from there on."""
 
@@ -61,6 +67,41 @@ def values_for(
     return OwnValues()
 
 
+class _Progress:
+    """A bar on a terminal, from when it has taken long. None is made before, also none that shows
+    nothing: an interrupt within tqdm's lock leaves it locked, and who makes a bar on another thread
+    waits for ever.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._begin = time.monotonic()
+        self._bar: tqdm[NoReturn] | None = None
+
+    def update(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self._bar is not None:
+            self._bar.update(nbytes)
+        elif time.monotonic() - self._begin > _DELAY_SECONDS and _is_terminal(sys.stderr):
+            self._bar = tqdm(
+                total=self._total_bytes,
+                initial=self._done_bytes,
+                desc="offloading",
+                unit="B",
+                unit_scale=True,
+                leave=False,
+            )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
 def fill_all(
     state: TieredState,
     records: Sequence[Record],
@@ -70,15 +111,7 @@ def fill_all(
     memory_bytes: int,
 ) -> None:
     """Bring all first values home, through ``memory_bytes``; shows progress when it takes long."""
-    with tqdm(
-        total=sum(record.weight_bytes for record in records),
-        desc="offloading",
-        unit="B",
-        unit_scale=True,
-        delay=1.0,
-        leave=False,
-        disable=None,
-    ) as progress:
+    with closing(_Progress(sum(record.weight_bytes for record in records))) as progress:
 
         def parts() -> Iterator[Part]:
             for found, tensor in values.parameters(records):
