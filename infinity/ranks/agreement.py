@@ -110,6 +110,8 @@ def facts_of(
     facts["the number of parameters"] = len(records)
     for record in records:
         kind = "trained" if record.spec.trainable else "frozen"
+        if record.dtype != record.spec.dtype:  # in which its values are given back
+            kind += f", of a model in {record.dtype}"
         facts[f"parameter {record.name}"] = f"{list(record.shape)} {record.spec.dtype} {kind}"
     for name, buffer in model.named_buffers():
         facts[f"buffer {name}"] = f"{list(buffer.shape)} {buffer.dtype}"

@@ -55,6 +55,11 @@ class RankContext(Protocol):
     def agree_on_values(self) -> None:
         """All first values were noted. Raises ``RankDifferenceError`` if they were not the same."""
 
+    def is_given_back(self, record: Record) -> bool:
+        """Whether a rank gets its values back as the block ends: on one that has them nowhere to
+        go, as the parameter came on meta, another may wait for the part that is kept there.
+        """
+
     def meet(self, kind: int, step: int) -> None:
         """All ranks do this now, after that many steps."""
 
@@ -139,6 +144,9 @@ class SingleRank:
 
     def agree_on_values(self) -> None:
         """There is nobody to disagree with."""
+
+    def is_given_back(self, record: Record) -> bool:
+        return record.device.type != "meta"
 
     def meet(self, kind: int, step: int) -> None:
         """There is nobody to meet."""

@@ -26,6 +26,7 @@ from checkpoint.format.checksum import crc32c
 from checkpoint.ranks.coordinator import Coordinator, Operation, tell
 from infinity.parameters.first_values import StoredValues
 from infinity.parameters.local_values import read_values, weight_of, write_back
+from infinity.parameters.offloaded.placeholders import device_of_values
 from infinity.parameters.records import Record
 from infinity.ranks.agreement import RankDifferenceError, check_same, on_all_ranks
 from infinity.ranks.collectives import CHANGE, NORM, STEP, VALUES, Ranks, as_bytes
@@ -83,6 +84,8 @@ class Zero3:
         """How often each gradient that is there was added to since it was cleared or set. All ranks
         add at once, so what has the same number everywhere has the same passes everywhere.
         """
+        self._with_values: set[int] = set()
+        """Partitioned parameters that came with values, or had some, on one rank at least."""
         self._step = 0
         ranks.names = [record.name for record in records]
 
@@ -119,6 +122,17 @@ class Zero3:
                 "with the same torch.manual_seed before, or pass weights="
             ) from None
         self._sums.clear()
+        every = self.ranks.coordinator.exchange(
+            [
+                record.index
+                for record in self._records
+                if record.is_partitioned and device_of_values(record.parameter).type != "meta"
+            ]
+        )
+        self._with_values.update(*every)
+
+    def is_given_back(self, record: Record) -> bool:
+        return record.device.type != "meta" or record.index in self._with_values
 
     def weight_of(self, record: Record) -> torch.Tensor:
         if not record.is_partitioned:

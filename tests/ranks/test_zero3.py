@@ -32,7 +32,7 @@ class _Coordinator:
         self.differs: dict[str, Any] = {}
 
     def exchange(self, facts: Any) -> list[Any]:
-        return [facts, {**facts, **self.differs}]
+        return [facts, {**facts, **self.differs} if isinstance(facts, dict) else facts]
 
     def gather(self, own: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
         """Of rank 1, every block has twice the squares of the block that we have there."""

@@ -170,9 +170,10 @@ def lost(
 ) -> torch.Tensor:
     """A tensor on the meta device, with values on ``device`` before, that no operator computes
     with: they raise ``RuntimeError`` with ``refusal``. What asks for no values works
-    (``empty_like``, on which ``to_empty`` rests). With None it is one of torch's own.
+    (``empty_like``, on which ``to_empty`` rests). With None, or where there were no values, it is
+    one of torch's own.
     """
-    if refusal is None or not _libraries:
+    if refusal is None or device.type == "meta" or not _libraries:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     with torch._C._DisableTorchDispatch():
         face: torch.Tensor = torch.Tensor._make_wrapper_subclass(
