@@ -47,3 +47,11 @@ def test_comparisons_of_numpy_are_flags(tmp_path: Path) -> None:
     assert (model.weight == 1).all()
     loaded = checkpoint.load(tmp_path / "run", verify=is_so, strict=is_not)
     assert loaded["model"]["weight"].shape == (8, 8)
+
+
+def test_parameters_that_are_in_no_list_are_refused_and_told_where_they_go(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    second: Any = model.bias
+    refused = pytest.raises(TypeError, match=r"^modify is a .*, not True or False; .* in a list$")
+    with infinity.offload(model, tmp_path) as offloaded, refused:
+        offloaded.gathered(model.weight, second)
