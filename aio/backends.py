@@ -67,7 +67,8 @@ class MemoryBackend:
                 raise ValueError(f"{name}={value} is not a probability")
         for name in ("seed", "errno", "gate"):
             object.__setattr__(self, name, check_int(name, getattr(self, name)))
-        check_flag("refuse_direct", self.refuse_direct)
+        is_refused = check_flag("refuse_direct", self.refuse_direct)
+        object.__setattr__(self, "refuse_direct", is_refused)  # for C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,8 +97,8 @@ class Slab:
         inherited: bool = True,
     ) -> None:
         nbytes = check_int("nbytes", nbytes)
-        check_flag("huge_pages", huge_pages)
-        check_flag("inherited", inherited)
+        huge_pages = check_flag("huge_pages", huge_pages)
+        inherited = check_flag("inherited", inherited)
         if lock != "required":
             check_flag("lock", lock)
         if nbytes <= 0:

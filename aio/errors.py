@@ -12,6 +12,8 @@ from functools import partial
 from operator import index
 from typing import TypeVar
 
+import numpy as np
+
 E = TypeVar("E", bound=BaseException)
 _MAX_HANDLERS = 100
 """What comes more often comes each time."""
@@ -153,10 +155,16 @@ def check_int(name: str, value: object) -> int:
     return index(value)
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raises TypeError for an argument that is neither True nor False."""
-    if type(value) is not bool:
+def is_flag(value: object) -> bool:
+    """Whether it is True or False, as Python has them or as comparisons of numpy give them."""
+    return isinstance(value, bool | np.bool_)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """An argument that is True or False, as Python has them. TypeError for what is neither."""
+    if not is_flag(value):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not True or False")
+    return bool(value)
 
 
 def check_path(name: str, value: object) -> None:

@@ -145,8 +145,8 @@ def checked(given: Arguments, device: torch.device) -> Options:
     if given.weights is not None:
         check_place(given.weights, "weights")
     mode = mode_of(given.activations)
-    check_flag("verify_swap", given.verify_swap)
-    check_flag("overlap", given.overlap)
+    verify_swap = check_flag("verify_swap", given.verify_swap)
+    overlap = check_flag("overlap", given.overlap)
     return Options(
         directories=directories,
         optimizer=given.optimizer,
@@ -157,8 +157,8 @@ def checked(given: Arguments, device: torch.device) -> Options:
         share=ActivationShare(mode=mode, device=device, num_directories=len(directories)),
         weights=given.weights,
         max_parameter_bytes=parameter_bound(given.max_parameter_bytes),
-        overlap=given.overlap,
-        verify_swap=given.verify_swap,
+        overlap=overlap,
+        verify_swap=verify_swap,
     )
 
 

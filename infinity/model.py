@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from aio.errors import check_flag
+from aio.errors import check_flag, is_flag
 from checkpoint.directory.destination import check_place
 from checkpoint.directory.relocation import StripeDirs
 from checkpoint.ranks.coordinator import apart
@@ -161,7 +161,9 @@ class OffloadedModel:
         kept. Both ends wait for forward passes that other threads are in the midst of, 10 s at the
         most; keep passes that may begin just then away from it by a lock.
         """
-        check_flag("modify", modify)
+        if not is_flag(modify):  # told without its values, which may be a parameter's
+            kind = type(modify).__name__
+            raise TypeError(f"modify is a {kind}, not True or False; give parameters in a list")
         training, params = self._training, asked(params)
 
         def chosen() -> Sequence[Record]:

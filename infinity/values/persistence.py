@@ -33,7 +33,7 @@ from typing import Any, Protocol
 from torch import nn
 
 import checkpoint
-from aio.errors import check_flag
+from aio.errors import check_flag, is_flag
 from checkpoint.directory.generations import remove_checkpoint
 from checkpoint.ranks.coordinator import (
     Arrival,
@@ -97,7 +97,7 @@ class How:
     only_trainable: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.block) is not bool:
+        if not is_flag(self.block):
             raise TypeError(
                 f"block is a {type(self.block).__name__}, not True or False; what is to be saved"
                 " beside the training goes by its name, extra=..."

@@ -1,6 +1,8 @@
 """Entering and leaving the block: what is left of it, in whatever order and by whatever way."""
 
 import gc
+import io
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -361,3 +363,26 @@ def test_bar_is_shown_on_a_terminal_where_values_take_long(
         with infinity.offload(nn.Linear(4, 4), nvme):
             pass
         assert ("offloading" in capsys.readouterr().err) == is_terminal
+
+
+class _Log:
+    """As programs put in the place of ``sys.stderr`` to have a copy of it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["closed", "a log", "none"])
+def test_block_begins_without_a_stream_for_its_bar(
+    what: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    streams = {"closed": closed, "a log": _Log(), "none": None}
+    monkeypatch.setattr(materialize, "_DELAY_SECONDS", -1.0)
+    monkeypatch.setattr(sys, "stderr", streams[what])
+    with infinity.offload(nn.Linear(4, 4), nvme) as offloaded:
+        assert offloaded.report()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.parameters.offloaded.parameter import take_grad
 from tests.support.models import Stack, seeded, vector_loss
 from tests.support.training import same_bits
 
@@ -142,3 +143,20 @@ def test_a_gradient_can_be_deleted(host_memory: int, nvme: Path) -> None:
         vector_loss(model, 0).backward()
         del weight.grad
         assert weight.grad is None
+
+
+def test_gradients_leave_host_memory_where_torch_has_swapped_the_parameters_between_blocks(
+    nvme: Path,
+) -> None:
+    model = seeded(Stack)
+    values = copy.deepcopy(model.state_dict())
+    for _ in range(3):
+        with infinity.offload(model, nvme, host_memory="1GiB") as offloaded:
+            vector_loss(model, 0).backward()
+            assert all(take_grad(each) is None for each in model.parameters())
+            offloaded.step()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.load_state_dict(values)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)

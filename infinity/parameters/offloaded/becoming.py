@@ -41,6 +41,7 @@ def become_offloaded(
             ) from error
     else:
         parameter.data = face
+        _let_be_hooked(parameter)
     parameter.__class__ = OffloadedParameter
     parameter.offload_index = index
     parameter.offload_trainable = parameter.requires_grad
@@ -143,6 +144,16 @@ def _let_hook(parameter: Any, hooked: Any) -> None:
             hooks = getattr(hooked, name)
             if hooks or (hooks is not None and parameter is hooked):
                 setattr(parameter, name, hooks)
+
+
+def _let_be_hooked(parameter: Any) -> None:
+    """Have the hook called that gradients leave by, also where a program has swapped the parameter
+    since an earlier block (``load_state_dict`` and ``to`` do, if torch is told so). With hooks of
+    its own in the list they are as torch left them, which may be uncalled, and so is ours.
+    """
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks is not None and not hooks:
+        parameter._post_accumulate_grad_hooks = hooks
 
 
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -98,8 +98,13 @@ class _Progress:
             self._bar.close()
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
-    return stream is not None and stream.isatty()
+def _is_terminal(stream: object) -> bool:
+    """Whether it is one, of what a program may have put in the place of ``sys.stderr``."""
+    isatty = getattr(stream, "isatty", None)
+    try:
+        return isatty is not None and bool(isatty())
+    except ValueError:  # it is closed
+        return False
 
 
 def fill_all(
