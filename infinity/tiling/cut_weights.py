@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.parameters.offloaded.becoming import forget_hooks
 from infinity.parameters.offloaded.placeholders import placeholder, refusal_of_tiled
 from infinity.tiling.gradients import take_as_they_arrive, watch_arrivals
 from infinity.tiling.groups import begin_computing, end_computing, touch
@@ -175,6 +176,7 @@ class CutWeight:
         arrivals = vars(parameter).get("_cut_arrivals")
         if arrivals is not None:
             arrivals.remove()
+            forget_hooks(parameter)
             parameter.grad = None  # of what was frozen inside, and reached no tile
         for name in TiledWeight.OWN:
             vars(parameter).pop(name, None)

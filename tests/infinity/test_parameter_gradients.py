@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +161,20 @@ def test_gradients_leave_host_memory_where_torch_has_swapped_the_parameters_betw
             model.load_state_dict(values)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("max_parameter_bytes", [None, 1 << 18])
+def test_hooks_that_come_after_a_block_and_a_swap_are_called(
+    nvme: Path, max_parameter_bytes: int | None
+) -> None:
+    model = nn.Linear(512, 512)
+    options: dict[str, Any] = {"max_parameter_bytes": max_parameter_bytes}
+    with infinity.offload(model, nvme, host_memory="1GiB", **options) as offloaded:
+        model(torch.ones(1, 512)).sum().backward()
+        offloaded.step()
+    torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach().clone()))
+    called = []
+    model.weight.register_hook(lambda _: called.append("gradient"))
+    model.weight.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    model(torch.ones(1, 512)).sum().backward()
+    assert called == ["gradient", "accumulated"]

@@ -69,6 +69,7 @@ def become_plain(parameter: Any, kind: type[nn.Parameter], data: torch.Tensor) -
     elif not data.is_meta:
         with torch._C.DisableTorchFunctionSubclass(), outside_inference():
             _DATA.__set__(parameter, data)
+    forget_hooks(parameter)
     _forget_owner(parameter)
     _let_refuse_pickling(parameter)
     parameter.__class__ = kind
@@ -140,7 +141,7 @@ def _let_hook(parameter: Any, hooked: Any) -> None:
     them. After a swap a parameter still lists its own, and autograd knows of no such list.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        for name in _HOOKS:
             hooks = getattr(hooked, name)
             if hooks or (hooks is not None and parameter is hooked):
                 setattr(parameter, name, hooks)
@@ -156,11 +157,23 @@ def _let_be_hooked(parameter: Any) -> None:
         parameter._post_accumulate_grad_hooks = hooks
 
 
+def forget_hooks(parameter: Any) -> None:
+    """Drop lists that no hook is in any more. What a program adds to such a list after a swap is
+    never called, as autograd knows of none; where there is no list, torch makes one that it knows.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for name in _HOOKS:
+            hooks = getattr(parameter, name)
+            if hooks is not None and not hooks:
+                setattr(parameter, name, None)
+
+
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
     """What programs gave the parameter (``parameter.lr_scale = 0.1``)."""
     return {name: value for name, value in vars(parameter).items() if name not in _OF_OWNER}
 
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _STATE = "__getstate__"
 _OF_OWNER = ("offload_index", "offload_trainable", "offload_owner", _STATE)
 
