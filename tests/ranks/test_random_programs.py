@@ -19,11 +19,11 @@ def _check(folder: Path, world_size: int, seed: int) -> None:
 
 
 def test_what_ranks_see_has_the_same_bits_however_they_came_there(tmp_path: Path) -> None:
-    _check(tmp_path, 2, 1)
+    _check(tmp_path, 2, 3)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("seed", range(2, 14))
+@pytest.mark.parametrize("seed", range(4, 16))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_ranks_see_has_the_same_bits_however_they_came_there_in_many_programs(
     tmp_path: Path, world_size: int, seed: int

@@ -103,12 +103,14 @@ class _Program:
         self._saves: dict[str, Way] = {}
         self._way: Way = ()
         self._seen: dict[tuple[Way, str], Any] = {}
+        self._is_mixed = False
         self.wrong: list[str] = []
         self.num_compared = 0
         torch.manual_seed(40 + rank)
 
     def run_block(self) -> None:
         """One block; after it the model is what it left, is made anew, or is on meta."""
+        self._is_mixed = False
         try:
             with self._entered() as offloaded:
                 if self._saves:
@@ -120,8 +122,9 @@ class _Program:
         except (StoppedError, infinity.RankFailedError) as stop:
             if "StoppedError" not in f"{type(stop).__name__}: {stop}":
                 self.wrong.append(f"{self._way}: {stop}")
-        except infinity.MixedStateError:
-            pass  # which a load that was stopped and not followed by another ends in
+        except infinity.MixedStateError as mixed:
+            if not self._is_mixed:
+                self.wrong.append(f"{self._way}: {mixed}")
         after = self._drawn.choice(["as it is", "as it is", "anew", "on meta"])
         if after != "as it is":
             self._model = make() if after == "anew" else make_on_meta()
@@ -148,8 +151,9 @@ class _Program:
         self._drawn.choice(ways)(offloaded)
 
     def _see(self, what: str, value: Any) -> None:
-        before = self._seen.setdefault((self._way, what), value)
-        self.num_compared += 1
+        key = (self._way, what)
+        self.num_compared += key in self._seen
+        before = self._seen.setdefault(key, value)
         if before != value:
             self.wrong.append(f"{what} after {self._way}: {value}, before {before}")
 
@@ -160,7 +164,14 @@ class _Program:
     # What programs do.
 
     def _step(self, offloaded: Any) -> None:
-        kind = self._drawn.choice(["whole", "without branch", "of two passes"])
+        self._take_step(offloaded, self._drawn.choice(["whole", "without branch", "of two passes"]))
+
+    def _go_on(self, offloaded: Any) -> None:
+        """As after each save, so that what a load of it leaves of the optimizer is compared."""
+        self._take_step(offloaded, "whole")
+        self._weights(offloaded)
+
+    def _take_step(self, offloaded: Any, kind: str) -> None:
         for number in range(2 if kind == "of two passes" else 1):
             found = self._model(self._batch(number), takes_branch=kind != "without branch")
             loss = found.float().square().mean()
@@ -176,6 +187,8 @@ class _Program:
         offloaded.save(self._folder / name, block=not is_behind, extra=[name, self._rank])
         self._saves[name] = self._way
         self._see("buffers", bits(self._model.buffers()))
+        self._weights(offloaded)
+        self._go_on(offloaded)
 
     def _load(self, offloaded: Any) -> None:
         name = self._drawn.choice(sorted(self._saves))
@@ -184,6 +197,9 @@ class _Program:
             self.wrong.append(f"{name} has the extra {extra}")
         self._way = self._saves[name]
         self._see("buffers", bits(self._model.buffers()))
+        self._weights(offloaded)
+        if self._drawn.random() < 0.7:
+            self._go_on(offloaded)
 
     def _evaluate(self, offloaded: Any) -> None:
         self._model.eval()
@@ -215,9 +231,9 @@ class _Program:
             self._load(offloaded)
             self.wrong.append(f"a load that rank {whose} could not make was made")
         if not goes_on:
+            self._is_mixed = True  # which the block may end in
             raise StoppedError
         self._load(offloaded)
-        self._weights(offloaded)
 
     def _stop_save(self, offloaded: Any) -> None:
         whose = self._drawn.randrange(dist.get_world_size())
