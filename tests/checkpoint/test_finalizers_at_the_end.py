@@ -82,14 +82,26 @@ def save():
         checkpoint.save_async(state, path)
 def interrupted(state):
     import os, signal
+    from checkpoint.sheltered import Worker
+    is_stopped, withdraw = threading.Event(), Worker.withdraw
+    def withdraw_and_tell(self, interrupt):
+        withdraw(self, interrupt)
+        is_stopped.set()
+    Worker.withdraw = withdraw_and_tell
+    def calls():  # of the main thread, the innermost first
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame is not None:
+            yield frame.f_code.co_name
+            frame = frame.f_back
     class Interrupting(Source):
         has_been = False
         def read(self, start, out):
             if not self.has_been:
                 self.has_been = True
-                time.sleep(0.3)  # the caller waits by now
+                while not {"wait_at_exit", "wait_for", "_wait_with"} <= {*calls()}:
+                    os.sched_yield()
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.3)
+                assert is_stopped.wait(10)
     state = {"x": torch.ones(5 << 20), "source": Interrupting()}
     guard = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)
     try:
