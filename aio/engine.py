@@ -152,10 +152,10 @@ class Engine:
             if not file.direct:
                 warn_buffered(file.device, file.path.parent, file.direct_reason)
             file.begin(size)
+            return file
         except BaseException as error:
             file.abandon(error)
             raise
-        return file
 
     def read(
         self, file: File, offset: int, buffer: "BufferLike", *, lane: int | None = None

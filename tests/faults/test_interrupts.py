@@ -1,5 +1,6 @@
 """Ctrl-C at any line: nothing leaks, nothing hangs, and the next one works."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from infinity.autograd.refusals import refuse_script
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import MIN_TILE_BYTES, Tiling
 from swap.interruptions.undo import Undo
+from swap.storage.drives.directory import SwapDirectory
 from tests.support.interrupted_runs import How
 from tests.support.interrupts import (
     Lines,
@@ -23,6 +25,7 @@ from tests.support.interrupts import (
     sampled,
 )
 from tests.support.models import Stack, seeded, vector_loss
+from tests.support.tiers import Leftovers
 from tests.support.training import least_budget, same_bits, values_of
 
 NUM_SAMPLES = 2
@@ -64,6 +67,22 @@ def test_interrupt_between_entering_and_a_script_of_a_module_leaves_no_refusal_o
         assert interrupt(lambda: refuse_script(module, undo), number).line
         undo.close()
         assert {*vars(module)} == before
+
+
+def test_swap_directory_whose_making_is_interrupted_leaves_nothing_open(tmp_path: Path) -> None:
+    """A file that was never closed would be a ResourceWarning, and so an error here."""
+    with Engine("posix") as engine:
+
+        def make(number: int | None) -> Lines:
+            with Undo() as undo:
+                return interrupt(lambda: SwapDirectory(tmp_path, engine, undo), number)
+
+        total = make(None).seen
+        before = Leftovers.of(tmp_path)
+        for number in range(total):
+            line = make(number).line
+            gc.collect()
+            assert Leftovers.of(tmp_path) == before, line
 
 
 @pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")

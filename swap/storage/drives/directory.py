@@ -44,6 +44,7 @@ BANDWIDTH = "bandwidth.json"
 random digits behind.
 """
 _LOCK = "lock"
+_FILE = "state.swap"
 _NAME = re.compile(r"[0-9a-f]{12}")
 _TURN_SECONDS = 120.0
 """How long others may take with ``<nvme>`` locked; it takes milliseconds, and longer with orphans
@@ -93,8 +94,11 @@ class SwapDirectory:
             undo.callback(self.close)
         try:
             self._make(engine)
-        except BaseException:
-            self._remove()
+        except BaseException as cause:
+            try:
+                self.close()
+            except OSError as failure:
+                cause.add_note(f"{self.path / _FILE} cannot be closed: {let_go(failure)}")
             raise
 
     def _make(self, engine: Engine) -> None:
@@ -108,7 +112,7 @@ class SwapDirectory:
                 self.path / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600, exact=True
             )
             try_to_lock(self._lock, self.path / _LOCK)
-        self.file: File = engine.open(self.path / "state.swap", "x")
+        self.file: File = engine.open(self.path / _FILE, "x")
         _close_to_others(self.file.path)
 
     def after_fork(self) -> None:
