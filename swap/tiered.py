@@ -126,16 +126,14 @@ class TieredState:
         self.arena = self._make_arena()
         if self.compute is not None:
             self.inbox = GradientInbox(
-                self.compute, self.slabs["inbox"], self._store_part, self.gradients.lose
+                self.compute, self.slabs["inbox"], self._store_part, self.gradients.lose, self._undo
             )
-            self._undo.callback(self.inbox.close)
         self.weights = WeightCache(self.components, self.arena, self.timeline, prefetch=overlap)
         slots = deque(slots_of(self.slabs.get("staging"), placement))
         self.stages = Stages(
             self.components, self.gradients, self.weights, rule, slots, self.timeline, self.visits
         )
-        self.pipeline = UpdatePipeline(self.stages, self.weights, overlap=overlap)
-        self._undo.callback(self.pipeline.close)
+        self.pipeline = UpdatePipeline(self.stages, self.weights, self._undo, overlap=overlap)
         self.speculation = Speculation(self.layout, self.components, self.pipeline, overlap=overlap)
         self._overlap = overlap
         self._neighbours = neighbours(self.layout)

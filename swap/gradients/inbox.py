@@ -24,6 +24,7 @@ from aio.errors import let_go
 from aio.process.threads import LOOK_SECONDS, Changes, Thread, join_thread, start_thread
 from swap.cache.patience import Patience
 from swap.device.interface import ComputeDevice, Event, Stream
+from swap.interruptions.undo import Undo
 from swap.memory.uses import other_uses
 from swap.plain import plain
 from swap.plan.layout import PIECE
@@ -92,7 +93,7 @@ class _Piece:
 
 class GradientInbox:
     """``slab`` bounds the copies in flight. ``add`` waits where more than ``most_coming_bytes`` of
-    other gradients still lie on the device.
+    other gradients still lie on the device. ``undo`` closes it, also if making it is interrupted.
 
     ``_coming`` and ``_pending`` are the only records of what is under way, their heads being what
     the thread works on: an interrupt has no moment in which a gradient is counted and not there.
@@ -108,6 +109,7 @@ class GradientInbox:
         slab: Slab,
         store: Store,
         lose: Lose,
+        undo: Undo,
         *,
         most_coming_bytes: int = MOST_COMING_BYTES,
     ) -> None:
@@ -122,11 +124,8 @@ class GradientInbox:
         self._lock = threading.Lock()
         self._changes = Changes()
         self._thread = Thread(self._run, "infinity-gradients", tells=True)
-        try:
-            start_thread(self._thread)
-        except BaseException:
-            self._closing = True
-            raise
+        undo.callback(self.close)
+        start_thread(self._thread)
 
     def add(self, parameter: int, gradient: torch.Tensor) -> None:
         """Start moving ``gradient`` to the store; it may be let go of, and changed, on return.

@@ -30,6 +30,7 @@ from aio.errors import advise, is_no_room, let_go
 from aio.process.threads import LOOK_SECONDS, Changes, Thread, join_thread, start_thread
 from swap.cache.weight_cache import WeightCache
 from swap.interruptions.mixture import MixedStateError
+from swap.interruptions.undo import Undo
 from swap.plan.layout import Subgroup, parts_of
 from swap.processors import stay_in_background
 from swap.update.passes import Pass
@@ -41,7 +42,9 @@ _REMEDY = "the step is not finished: mend that, then call offloaded.flush() to f
 class UpdatePipeline:
     """Runs passes on its own thread, in turn; with ``overlap=False`` one transfer at a time."""
 
-    def __init__(self, stages: Stages, weights: WeightCache, *, overlap: bool = True) -> None:
+    def __init__(
+        self, stages: Stages, weights: WeightCache, undo: Undo, *, overlap: bool = True
+    ) -> None:
         self._stages = stages
         self._weights = weights
         self._overlap = overlap
@@ -54,11 +57,8 @@ class UpdatePipeline:
         self._left: tuple[Step, list[Subgroup]] | None = None
         self._mending = threading.RLock()  # by two threads at once the step would be done twice
         self._thread = Thread(self._run, "infinity-update", tells=True)
-        try:
-            start_thread(self._thread)
-        except BaseException:
-            self._is_closing = True  # should it have started all the same
-            raise
+        undo.callback(self.close)  # also where making it is interrupted
+        start_thread(self._thread)
 
     # Steps.
 

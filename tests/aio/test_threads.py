@@ -29,6 +29,7 @@ from checkpoint.sheltered import Worker, sheltered
 from checkpoint.threads import Workers, run_all, started
 from swap.gradients.inbox import GradientInbox
 from swap.interruptions.apart import run_apart
+from swap.interruptions.undo import Undo
 from swap.update.pipeline import UpdatePipeline
 
 
@@ -151,8 +152,8 @@ NOTHING: Any = None
         lambda: run_all([lambda: 1, lambda: 2], lambda: None, "a-thread"),
         use_workers,
         lambda: run_apart(lambda: None, "a-thread"),
-        lambda: UpdatePipeline(NOTHING, NOTHING),
-        lambda: GradientInbox(NOTHING, NOTHING, NOTHING, NOTHING),
+        lambda: UpdatePipeline(NOTHING, NOTHING, Undo()),
+        lambda: GradientInbox(NOTHING, NOTHING, NOTHING, NOTHING, Undo()),
     ],
     ids=[
         "engine",

@@ -20,6 +20,7 @@ from swap.cache.weight_cache import WeightCache
 from swap.gradients.inbox import GradientInbox
 from swap.gradients.store import GradientStore
 from swap.interruptions.mixture import MixedStateError
+from swap.interruptions.undo import Undo
 from swap.plan.layout import PIECE, pack
 from swap.update.passes import Pass
 from swap.update.pipeline import UpdatePipeline
@@ -183,7 +184,7 @@ def add_some(store: Any, lose: Any) -> None:
     device = SimulatedDevice()
     with Slab(4 * PIECE * 4) as slab:
         device.register(slab)
-        inbox = GradientInbox(device, slab, store, lose)
+        inbox = GradientInbox(device, slab, store, lose, Undo())
         for parameter in range(2):
             inbox.add(parameter, torch.zeros(5 * PIECE))
         inbox.wait()

@@ -9,6 +9,7 @@ import torch
 from aio import Slab
 from aio.process.threads import Latch, Thread, join_thread, start_thread
 from swap.gradients.inbox import GradientInbox
+from swap.interruptions.undo import Undo
 from tests.support.simulated_device import SimulatedDevice
 
 
@@ -48,7 +49,7 @@ def test_gradient_whose_coming_is_not_told_is_stored_all_the_same() -> None:
     stored = Latch()
     device, slab = SimulatedDevice(eager=True), Slab(1 << 16)
     device.register(slab)
-    inbox = GradientInbox(device, slab, lambda *_, **__: stored.set(), lambda *_: None)
+    inbox = GradientInbox(device, slab, lambda *_, **__: stored.set(), lambda *_: None, Undo())
     tell = inbox._changes.tell
     here = threading.get_ident()
     vars(inbox._changes)["tell"] = lambda: interrupted() if threading.get_ident() == here else None

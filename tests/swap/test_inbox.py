@@ -15,6 +15,7 @@ from aio import AioError, Slab
 from aio.process.threads import Changes
 from swap.device.interface import Stream
 from swap.gradients.inbox import GradientInbox
+from swap.interruptions.undo import Undo
 from swap.plan.layout import PIECE
 from tests.support.simulated_device import SimulatedDevice, SimulatedEvent
 from tests.support.tiers import random_values, same_bits
@@ -35,7 +36,7 @@ def inbox_of(
     """An inbox that notes which parameters it told of a lost gradient."""
     noted = [] if lost is None else lost
     device.register(slab)
-    return GradientInbox(device, slab, store, lambda parameter, failure: noted.append(parameter))
+    return GradientInbox(device, slab, store, lambda index, _: noted.append(index), Undo())
 
 
 def test_inbox_stores_in_order_and_wait_waits_for_all() -> None:
@@ -238,7 +239,7 @@ def test_gradients_wait_on_the_device_until_there_is_room_for_them() -> None:
     stuck, slab = Stuck(), Slab(PIECE * 4)
     stuck.register(slab)
     most = 3 * PIECE * 4
-    inbox = GradientInbox(stuck, slab, store, lambda *_: None, most_coming_bytes=most)
+    inbox = GradientInbox(stuck, slab, store, lambda *_: None, Undo(), most_coming_bytes=most)
     for number in range(5):  # one in the slab, three below the limit, one that passes it
         inbox.add(number, random_values(number, PIECE))
     thread = threading.Thread(target=inbox.add, args=(5, random_values(5, PIECE)))

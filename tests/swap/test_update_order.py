@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from swap.interruptions.undo import Undo
 from swap.plan.layout import PIECE, Subgroup, pack
 from swap.plan.schedule import Schedule
 from swap.update.passes import Pass
@@ -143,7 +144,7 @@ def run() -> Any:
     made: list[UpdatePipeline] = []
 
     def make(stages: Stages, order: list[int]) -> UpdatePipeline:
-        made.append(UpdatePipeline(stages, Weights(order)))  # type: ignore[arg-type]
+        made.append(UpdatePipeline(stages, Weights(order), Undo()))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
