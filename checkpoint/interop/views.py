@@ -19,6 +19,7 @@ from checkpoint.interop.zarr_layout import (
     GROUP_METADATA,
     ArrayLayout,
     array_layout,
+    consolidated_metadata,
     layout_in_boxes,
     node_paths,
 )
@@ -62,12 +63,12 @@ def write_references(
 ) -> Path:
     """Writes a reference file with which fsspec and zarr read a checkpoint without this library.
 
-    Open it with `zarr.open_group(fsspec.filesystem("reference", fo=..., asynchronous=True) ...)`;
-    paths in it are absolute. Nothing verifies the bytes then. Leaves whose bytes lie apart in
-    another tensor are not in it, nor, with a warning, are tensors that ranks saved in boxes of
-    uneven widths. `stripe_dirs` is as in `load`. `file` is replaced when all is
-    written; it stands for the save that it was made of, whose files go when another save takes its
-    place.
+    Open it with `zarr.open_group("reference://", storage_options={"fo": str(file)}, mode="r")`,
+    which lists all groups; paths in it are absolute. Nothing verifies the bytes then. Leaves
+    whose bytes lie apart in another tensor are not in it, nor, with a warning, are tensors that
+    ranks saved in boxes of uneven widths. `stripe_dirs` is as in `load`. `file` is replaced when
+    all is written; it stands for the save that it was made of, whose files go when another save
+    takes its place.
 
     Raises what `load` raises for a missing, incomplete or corrupt checkpoint, OSError for `file`.
     """
@@ -99,7 +100,8 @@ def _write_references(
 def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str, Any]:
     manifest, path = opened.manifest, opened.path
     nodes = data_nodes(manifest.tree)
-    references: dict[str, Any] = {"zarr.json": GROUP_METADATA}
+    metadata: dict[str, str] = {}
+    references: dict[str, Any] = {}
     for name, place in node_paths(nodes).items():
         cancellation.check()
         view = view_of(manifest, *nodes[name])
@@ -110,12 +112,14 @@ def _references(opened: OpenCheckpoint, cancellation: Cancellation) -> dict[str,
             logger.warning("%s: %s lies in uneven boxes and is not in the references", path, name)
             continue
         for end in [index for index, char in enumerate(place) if char == "/"]:
-            references[f"{place[:end]}/zarr.json"] = GROUP_METADATA
-        references[f"{place}/zarr.json"] = layout.metadata()
+            metadata[place[:end]] = GROUP_METADATA
+        metadata[place] = layout.metadata()
         for index in layout.chunk_indices():
             key = "/".join([place, "c", *map(str, index)])
             references[key] = _reference(opened, view, layout, index)
-    return references
+    # The root has all metadata: zarr finds nothing in inner folders that fsspec lists.
+    own = {f"{place}/zarr.json": text for place, text in metadata.items()}
+    return {"zarr.json": consolidated_metadata(metadata), **own, **references}
 
 
 def _layout(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +110,15 @@ _MOST_CHUNK_BYTES = 16 << 20
 _LEAST_CHUNK_BYTES = 4096
 """Of what lies in a box: of smaller ones there are too many."""
 
-GROUP_METADATA = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}})
+_GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+GROUP_METADATA = json.dumps(_GROUP)
+
+
+def consolidated_metadata(below: Mapping[str, str]) -> str:
+    """The text of the zarr.json of a root group, with those of all `below` it, by their paths."""
+    inline = {path: json.loads(text) for path, text in below.items()}
+    consolidated = {"kind": "inline", "must_understand": False, "metadata": inline}
+    return json.dumps({**_GROUP, "consolidated_metadata": consolidated})
 
 
 def array_layout(

@@ -147,7 +147,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer``. Raises ``BudgetError`` when no memory is left for it, and
-        ``ValueError`` for options that AdamW does not have, or that are not computed here.
+        ``ValueError`` for options out of range, or that are not computed here; other keys stay.
         """
         if self._is_built:
             self._check_open()

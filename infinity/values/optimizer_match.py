@@ -52,7 +52,8 @@ def takes_state(
         raise ValueError(
             f"{path} has the state of {theirs}, and the optimizer is {ours}, which keeps another; "
             "load it with the optimizer that it was saved with, or pass weights= to offload to "
-            "begin with its weights alone"
+            "begin with its weights alone (a snapshot's are in what offloaded.save(path, "
+            "snapshot=name) writes)"
         )
     for leaf in leaves:
         own = state_of(state, leaf, saved, path)

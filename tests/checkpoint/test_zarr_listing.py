@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
 import checkpoint
 from checkpoint.interop.zarr_layout import ArrayLayout
@@ -94,3 +95,22 @@ def test_a_view_of_any_size_is_listed_with_its_chunks_one_by_one(tmp_path: Path)
     assert collect(store.list_prefix("e/c/"), most=3) == ["e/c/0", "e/c/1", "e/c/2"]
     assert [*islice(store.checkpoint, 2)] == ["zarr.json", "one/zarr.json"]
     assert len(store.checkpoint) > 1 << 20
+
+
+def test_groups_below_the_root_are_listed_through_references(
+    stored: CheckpointBlobs, tmp_path: Path
+) -> None:
+    """Where zarr asks fsspec for what is in an inner folder, it finds nothing."""
+    file = checkpoint.write_references(tmp_path / "step", tmp_path / "references.json")
+    group = zarr.open_group("reference://", storage_options={"fo": str(file)}, mode="r")
+    expected = dict(checkpoint.open_zarr(tmp_path / "step").members(max_depth=None))
+    found = dict(group.members(max_depth=None))
+    assert {name: type(node) for name, node in found.items()} == {
+        name: type(node) for name, node in expected.items()
+    }
+    inner = group["a"]
+    assert isinstance(inner, zarr.Group)
+    assert set(inner.keys()) == {"b", "c", "e"}
+    whole = group["a/b/w"]
+    assert isinstance(whole, zarr.Array)
+    assert whole.shape == (3 << 20, 2)

@@ -215,3 +215,25 @@ def test_snapshot_that_another_thread_would_drop_while_it_is_saved_is_saved_whol
         assert offloaded.snapshots() == []
         offloaded.load(tmp_path / "saved")
         assert_same(before, everything(offloaded))
+
+
+def test_weights_of_a_snapshot_are_had_in_the_way_that_errors_tell(
+    nvme: Path, tmp_path: Path
+) -> None:
+    with _block(nvme, WHOLE) as offloaded:
+        train(offloaded, 0, 1)
+        offloaded.snapshot("a")
+        expected = {name: p.detach().clone() for name, p in offloaded.model.named_parameters()}
+    (folder,) = nvme.glob(".infinity/snapshots-*/*/points/a")
+    with pytest.raises(ValueError, match=r"offloaded\.save\(path, snapshot='a'\)"):
+        _block(nvme, WHOLE, weights=folder).__enter__()
+    with _block(nvme, WHOLE, optimizer=torch.optim.SGD) as offloaded:
+        with pytest.raises(ValueError, match=r"offloaded\.save\(path, snapshot=name\)"):
+            offloaded.restore("a")
+        offloaded.save(tmp_path / "of a", snapshot="a")
+        offloaded.drop_snapshot("a")
+    options = {"optimizer": torch.optim.SGD, "weights": tmp_path / "of a"}
+    with _block(nvme, WHOLE, seed=1, **options) as offloaded:
+        pass
+    found = dict(offloaded.model.named_parameters())
+    assert all(torch.equal(found[name], values) for name, values in expected.items())

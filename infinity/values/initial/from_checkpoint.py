@@ -33,6 +33,7 @@ from swap.plain import same_bits
 _log = logging.getLogger(__name__)
 _COMPARED = 1 << 18
 """Elements that are compared at a time."""
+_OF_SNAPSHOTS = {"contents.groups", "contents.segments", "contents.ranges"}
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -65,6 +66,12 @@ class CheckpointValues:
         found = {index: self._find(known) for index, known in names.items()}
         self._found = {index: values for index, values in found.items() if values is not None}
         misfits = self._misfits(records, [*every, *buffers])
+        if misfits.missing and self._nodes.keys() >= _OF_SNAPSHOTS:
+            raise ValueError(
+                f"weights={path} is a snapshot, whose values are in swap files; write it elsewhere "
+                f"by offloaded.save(path, snapshot={path.name!r}), in a block with the nvme "
+                "directories that it is on, and give that path"
+            )
         check_fit(model, path, with_buffers(misfits, model, self._buffers(model)))
 
     def parameters(self, records: Sequence[Record]) -> Iterator[tuple[Record, StoredValues]]:
