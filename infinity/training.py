@@ -89,7 +89,6 @@ class Training:
         self.norm: torch.Tensor | None = None  # 2-norm of the gradients of the last step
         self._index = {id(record.parameter): record.index for record in records}
         self._max_grad_norm, self._may_clip = parts.max_grad_norm, parts.max_grad_norm is not None
-        self._unclipped_steps = 0
         self._repeatable = self.rule.is_repeatable and parts.loss_scale is None
         self.residency = ModuleResidency(
             records, rank_context.weights, state.device, rank_context.outside_bytes
@@ -109,7 +108,7 @@ class Training:
         )
         self.begun = Latch()
         self._restoring = Restoring(parts.model, state, rank_context, self.begun)
-        self._process, self._open = os.getpid(), True
+        self._process, self._open, self._unclipped_steps = os.getpid(), True, 0
         self.reference = StateReference(parts.run, records, parts.rule.kept_by)
         self.optimizer = parts.optimizer_for(self)
 
@@ -350,7 +349,7 @@ class Training:
     def attach(self, undo: Undo) -> None:
         """Give the model its offloaded face; ``undo`` takes it off again, whatever happens."""
         undo.push(self.saves.tell_at_end)
-        undo.callback(self._restore)
+        undo.push(self._restore)
         for record in self.records:
             self._restoring.add(record)
             take_grad(record.parameter)
@@ -380,8 +379,10 @@ class Training:
         undo.push(left.settle)
         self._restoring.begin(left.given_back)
 
-    def _restore(self) -> None:
+    def _restore(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """See ``Restoring``; what it left after an interrupt, when called again."""
+        if not self.begun.is_set():  # here; other ranks may be on their way through theirs
+            self.rank_context.leave(error)
         if self._open:
             self._restoring.before(lambda: max(self.steps), *self.saves.waits(), self._tell_mixture)
         self._open = False

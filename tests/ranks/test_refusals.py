@@ -68,6 +68,17 @@ def test_an_interrupt_as_a_block_begins_is_told_to_the_ranks_that_wait(tmp_path:
     assert second == ["interrupted", "", ""]
 
 
+def test_an_interrupt_as_a_model_is_offloaded_is_told_to_the_ranks_that_train(
+    tmp_path: Path,
+) -> None:
+    """Its rank met them as if its block had ended, and raised in place of the interrupt that they
+    did something else.
+    """
+    first, second = run_ranks(rank_refusals.interrupted_beginnings, tmp_path, 2)
+    assert first == ["RankFailedError: rank 1 failed: KeyboardInterrupt: ", ""]
+    assert second == ["interrupted", ""]
+
+
 def test_an_interrupt_while_bytes_are_moved_is_told_to_the_other_ranks_by_its_name(
     tmp_path: Path,
 ) -> None:

@@ -14,16 +14,18 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+from torch import nn
 
 import checkpoint
 import infinity
 from aio import AioError
 from checkpoint.ranks import group
 from checkpoint.sheltered import Cancellation
+from infinity.autograd.residency import ModuleResidency
 from swap.tiered import TieredState
 from tests.support.keyboard import Keyboard, keyboard_of
-from tests.support.models import Stack
-from tests.support.rank_jobs import complaint, world
+from tests.support.models import Stack, vector_loss
+from tests.support.rank_jobs import complaint, stack, world
 from tests.support.rank_managers import Part
 
 _NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "the disk of this rank")
@@ -161,6 +163,33 @@ def interrupted_blocks(rank: int, folder: Path) -> list[str]:
         try:
             with way if is_cut else nullcontext():
                 told.append(complaint(enter))
+        except KeyboardInterrupt:
+            told.append("interrupted")
+    return told
+
+
+def interrupted_beginnings(rank: int, folder: Path) -> list[str]:
+    """What each rank is told where a Ctrl-C meets rank 1 as its model becomes an offloaded one,
+    while rank 0 has begun to train; and of the next block.
+    """
+    attach = ModuleResidency.attach
+
+    def met(self: ModuleResidency, model: nn.Module) -> None:
+        attach(self, model)
+        signal.raise_signal(signal.SIGINT)
+
+    def train() -> None:
+        model = stack()
+        with infinity.offload(model, folder, host_memory="256MiB", process_group=world()) as block:
+            vector_loss(model, rank).backward()
+            block.step()
+
+    told = []
+    for is_cut in (rank == 1, False):
+        way = mock.patch.object(ModuleResidency, "attach", met)
+        try:
+            with way if is_cut else nullcontext():
+                told.append(complaint(train))
         except KeyboardInterrupt:
             told.append("interrupted")
     return told
