@@ -56,6 +56,11 @@ _NO_MODEL = (
 )
 """All that is no part of a model, as a ``TiledLinear`` is."""
 
+_Indices = dict[int, tuple[nn.Module, list[int]]]
+"""Modules with parameters of each, by identity: the hash of a module may be another after a call
+(metrics of torchmetrics have that of their state).
+"""
+
 
 class ModelHooks:
     """Registers on ``attach``; the ``Undo`` given there takes everything off again."""
@@ -82,17 +87,17 @@ class ModelHooks:
         self._phases = phases
         self._compute_dtype = compute_dtype
         index = {id(record.parameter): record.index for record in records}
-        self._own = {
-            module: [index[id(p)] for p in module.parameters(recurse=False)]
+        self._own: _Indices = {
+            id(module): (module, [index[id(p)] for p in module.parameters(recurse=False)])
             for module in model.modules()
         }
-        self._blocks: dict[nn.Module, list[int]] = {}
+        self._blocks: _Indices = {}
         """By what is called of a compiled block: the parameters of all modules in it."""
         self._names = NamesOfModules(model)
 
     def attach(self, undo: Undo) -> None:
         undo.callback(self._detach)
-        for module in self._own:
+        for module, _ in self._own.values():
             self._hook(module)
             module.register_state_dict_pre_hook(self._refuse_state_dict)
             module.register_load_state_dict_pre_hook(self._refuse_load_state_dict)
@@ -108,7 +113,7 @@ class ModelHooks:
     def _detach(self) -> None:
         """Idempotent. By what modules have, not by handles: an interrupt may have taken one."""
         self._names.__exit__()
-        for module in (*self._own, *self._blocks):
+        for module, _ in (*self._own.values(), *self._blocks.values()):
             BlockCall.take_off(module)
             self._unhook(module, _TABLES)
             module.__dict__.pop("_apply", None)
@@ -126,7 +131,7 @@ class ModelHooks:
     def _find_blocks(self, within: nn.Module) -> None:
         """What of ``within`` is compiled by now is hooked as that, and from outside."""
         for block in compiled_blocks(within):
-            if block not in self._blocks or not BlockCall.stands_for(block):
+            if id(block) not in self._blocks or not BlockCall.stands_for(block):
                 if block is self._model:
                     refuse_compiled(block)
                 self._hook_block(block)
@@ -135,7 +140,7 @@ class ModelHooks:
         """Can be done again after an interrupt."""
         self._names.find()
         inside = {*block.modules()}
-        indices = sorted({index for module in inside for index in self._own.get(module, ())})
+        indices = sorted(self._all_of(block))
         self._residency.check_room(type(block).__name__, indices)
         BlockCall.take_off(block)
         for module in (block, *inside):
@@ -143,7 +148,7 @@ class ModelHooks:
         self._residency.unwatch(inside)
         leave_out(_NO_MODEL, TiledWeight)
         BlockCall(block, self._enter, self._leave).put_on()
-        self._blocks[block] = indices
+        self._blocks[id(block)] = block, indices
 
     def _guard_conversion(self, module: nn.Module) -> None:
         """Whatever converts or moves a module (``to``, ``half``, ``cuda``) goes through ``_apply``.
@@ -164,8 +169,8 @@ class ModelHooks:
 
     def _check(self, module: nn.Module) -> list[int]:
         """The module's own parameters. Raises ``RuntimeError`` for a call that cannot be."""
-        own = self._blocks.get(module, self._own.get(module))
-        if own is None:
+        known = self._blocks.get(id(module), self._own.get(id(module)))
+        if known is None:
             raise RuntimeError(
                 f"a copy of an offloaded {type(module).__name__} was called (DataParallel makes "
                 "some), which has no weights; call the model itself"
@@ -174,7 +179,7 @@ class ModelHooks:
         check_call(type(module).__name__)  # a layer may be compiled by itself
         check_not_transformed(type(module).__name__)
         check_not_moving(f"the {type(module).__name__}")
-        return own
+        return known[1]
 
     def _check_process(self, module: nn.Module) -> None:
         """Raises ``RuntimeError`` in a forked child, before anything is waited for: another thread
@@ -208,7 +213,7 @@ class ModelHooks:
         if module is self._model:
             self._versions.check_values()
             self._phases.forward_begins()
-        is_compiled = module in self._blocks
+        is_compiled = id(module) in self._blocks
         self._residency.enter(module, own, sys._getframe(1), is_compiled=is_compiled)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -262,7 +267,8 @@ class ModelHooks:
             )
 
     def _all_of(self, module: nn.Module) -> set[int]:
-        return {index for inner in module.modules() for index in self._own.get(inner, ())}
+        found = (self._own.get(id(inner)) for inner in module.modules())
+        return {index for known in found if known is not None for index in known[1]}
 
 
 def _check_unchanged(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:

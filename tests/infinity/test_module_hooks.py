@@ -46,9 +46,25 @@ class _Noted:
         return lambda: self.calls.append(name)
 
 
+class _Meter(nn.Module):
+    """Another hash after each call, as metrics of torchmetrics have, which hash their state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __hash__(self) -> int:
+        return hash((id(self), self.count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x
+
+
 class _Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.meter = _Meter()
         self.first = nn.Linear(4, 4)
         self.second = nn.Linear(4, 4, bias=False)
         self.seen: list[torch.dtype] = []
@@ -174,3 +190,11 @@ def test_a_copy_of_a_module_is_refused_when_it_is_made_or_called(hooked: Hooked)
     replica = model.first._replicate_for_data_parallel()
     with pytest.raises(RuntimeError, match="a copy of an offloaded Linear was called"):
         replica(torch.ones(1, 4))
+
+
+def test_a_module_whose_hash_changes_as_it_is_called_is_the_same_one(hooked: Hooked) -> None:
+    model, noted, ends = hooked
+    for _ in range(3):
+        model.meter(torch.ones(1, 4))
+    assert noted.calls.count(("in", [])) == 3
+    assert len(ends) == 2

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torchmetrics import MeanMetric
 
 from infinity.integrations.lightning import OffloadStrategy
 from tests.support.lit import BATCHES, KillIn, Lit, Run, fit, least_of
@@ -75,3 +77,24 @@ def test_a_fit_goes_on_to_the_same_bits_from_a_validation_behind_the_last_batch_
     resumed = fit(tmp_path, strategy, resume=tmp_path / "epoch=1.ckpt", **options)
     assert len(resumed.seen) == BATCHES
     assert_same(Run(whole.seen[-BATCHES:], whole.values), resumed)
+
+
+class Measured(Lit):
+    """With metrics of torchmetrics, whose hash is another after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.mean_of_validation = MeanMetric(), MeanMetric()
+
+    def loss_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().loss_of(tokens)
+        metric = self.mean if self.training else self.mean_of_validation
+        self.seen.append(metric(loss).item())
+        self.log(f"mean, {self.training}", metric, on_epoch=True)
+        return loss
+
+
+def test_metrics_of_a_module_are_those_in_memory(nvme: Path, tmp_path: Path) -> None:
+    expected = fit(tmp_path / "plain", make=Measured)
+    strategy = OffloadStrategy(nvme, host_memory=least_of(nvme, Measured))
+    assert_same(expected, fit(tmp_path / "ours", strategy, make=Measured))
