@@ -313,12 +313,17 @@ class ChunkReader:
             record = self.manifest.files[number]
             try:
                 path = check_data_file(self.manifest, self._checkpoint, record)
-                file = self._files[number] = self._engine.open(path)
+                file = self._engine.open(path)
             except (FileNotFoundError, CorruptCheckpointError):
                 check_still_there(self.manifest, self._checkpoint)
                 raise
             file.leave_open()  # C closes it, wherever this is forgotten
-            check_header(self._engine, file, record)
+            try:
+                check_header(self._engine, file, record)
+            except BaseException:
+                file.close()
+                raise
+            self._files[number] = file  # not before: the next read would take it for the right one
         self._files.move_to_end(number)
         return file
 

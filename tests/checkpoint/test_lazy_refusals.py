@@ -290,6 +290,17 @@ def test_data_that_went_while_their_save_is_there_are_damage(path: Path) -> None
             lazy["bias"][...]
 
 
+def test_a_file_of_another_save_is_refused_each_time_it_is_read(path: Path, tmp_path: Path) -> None:
+    checkpoint.save(STATE | {"weight": torch.zeros(3, 4)}, tmp_path / "other")
+    with checkpoint.open(path, verify=False) as lazy:
+        (file,), (other,) = (where.rglob("*.safetensors") for where in (path, tmp_path / "other"))
+        lazy.opened._files.clear()  # as of more files than are kept open
+        other.replace(file)
+        for _ in range(2):
+            with pytest.raises(checkpoint.CorruptCheckpointError, match="not the file that was"):
+                lazy["weight"][...]
+
+
 def test_numpy_is_refused_a_dtype_that_it_lacks_before_anything_is_read(tmp_path: Path) -> None:
     checkpoint.save({"half": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "half")
     with checkpoint.open(tmp_path / "half") as lazy:
