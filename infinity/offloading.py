@@ -201,7 +201,7 @@ def _enter(undo: Undo, model: nn.Module, options: Options, ranks: Ranks | None) 
     state = _open_state(undo, placed.placement, rule, options, ranks, snapshots.close)
     with on_all_ranks(ranks):
         room = options.budget.host_bytes, options.directories
-        activations = activations_for(options.share, *room, state.timeline, state.compute)
+        activations = activations_for(options.share, *room, state.timeline, state.compute, undo)
         undo.callback(activations.close)
     rank_context = _rank_context(undo, records, state, placed.gathering, options, ranks)
     training = Training(

@@ -189,12 +189,18 @@ class SavedActivation:
 class Volume:
     """The swap files that saved storages go to. Not thread-safe."""
 
-    def __init__(self, directories: Sequence[str], timeline: Timeline) -> None:
-        """Raises ``OSError`` subclasses naming a directory that cannot be used."""
+    def __init__(
+        self, directories: Sequence[str], timeline: Timeline, undo: Undo | None = None
+    ) -> None:
+        """``undo`` closes it, if it is given, also where making it is interrupted. Raises
+        ``OSError`` subclasses naming a directory that cannot be used.
+        """
         self._timeline = timeline
         self._leaving: list[SavedStorage] = []
         self._first_bytes = _FIRST_BYTES * len(directories)
         self._undo = Undo()
+        if undo is not None:
+            undo.callback(self._undo.close)
         try:
             _, self._extents = open_extents(
                 self._undo, directories, shares(directories), block_bytes=_BLOCK_BYTES

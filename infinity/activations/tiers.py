@@ -29,6 +29,7 @@ from infinity.activations.offloading import Activations, is_of_program
 from infinity.activations.storage import ENGINE_BYTES, SavedStorage, Volume, bytes_of
 from swap.device.interface import ComputeDevice
 from swap.device.opening import is_separate
+from swap.interruptions.undo import Undo
 from swap.memory.heap import give_back_freed_memory
 from swap.plan import eviction
 from swap.storage.components import page_aligned
@@ -49,7 +50,8 @@ _LOOKAHEAD = 64
 
 
 class NvmeActivations(Activations):
-    """Saved tensors on NVMe but for the latest ``budget_bytes``.
+    """Saved tensors on NVMe but for the latest ``budget_bytes``. ``undo`` removes the files, also
+    where making this is interrupted.
 
     Raises ``OSError`` subclasses naming a directory that cannot be used.
     """
@@ -61,13 +63,14 @@ class NvmeActivations(Activations):
         directories: Sequence[str],
         timeline: Timeline,
         device: ComputeDevice | None = None,
+        undo: Undo | None = None,
     ) -> None:
         super().__init__()
         self._where = where
         self.budget_bytes = budget_bytes
         self._copies = None if device is None else DeviceCopies(device, budget_bytes)
         self._ahead = Ahead(self._copies)
-        self._volume = Volume(directories, timeline)
+        self._volume = Volume(directories, timeline, undo)
         self._engine_bytes = ENGINE_BYTES * len(directories)
         self._in_memory: dict[int, SavedStorage] = {}
         self._lent: dict[int, SavedStorage] = {}
@@ -358,14 +361,15 @@ def activations_for(
     directories: Sequence[str],
     timeline: Timeline,
     device: ComputeDevice | None = None,
+    undo: Undo | None = None,
 ) -> Activations:
     """What the mode means, within its share of ``host_bytes``; ``device`` is what stands for one
-    that has memory of its own. Raises ``OSError`` subclasses naming
-    a directory that cannot be used.
+    that has memory of its own, ``undo`` is as of ``NvmeActivations``. Raises ``OSError`` subclasses
+    naming a directory that cannot be used.
     """
     budget_bytes = share.bytes_of(host_bytes) - share.engine_bytes
     if share.mode == "nvme":
-        return NvmeActivations(share.device, budget_bytes, directories, timeline, device)
+        return NvmeActivations(share.device, budget_bytes, directories, timeline, device, undo)
     if share.mode == "host":
         return HostActivations(share.device, budget_bytes, device)
     return Activations()

@@ -1,9 +1,9 @@
 """Ctrl-C at any line: nothing leaks, nothing hangs, and the next one works."""
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +11,13 @@ from torch import nn
 
 import infinity
 from aio import Engine, sync_directory
+from infinity.activations.tiers import ActivationShare, activations_for
 from infinity.autograd.refusals import refuse_script
 from infinity.parameters.records import records_of
 from infinity.tiling.layers import MIN_TILE_BYTES, Tiling
 from swap.interruptions.undo import Undo
-from swap.storage.drives.directory import SwapDirectory
+from swap.timeline import Timeline
+from swap.update.pipeline import UpdatePipeline
 from tests.support.interrupted_runs import How
 from tests.support.interrupts import (
     Lines,
@@ -25,10 +27,11 @@ from tests.support.interrupts import (
     sampled,
 )
 from tests.support.models import Stack, seeded, vector_loss
-from tests.support.tiers import Leftovers
 from tests.support.training import least_budget, same_bits, values_of
 
 NUM_SAMPLES = 2
+NUM_LAST = 100
+"""Lines before something is made: from where the last file is opened or the thread begins."""
 
 
 def io(folder: Path) -> None:
@@ -69,20 +72,31 @@ def test_interrupt_between_entering_and_a_script_of_a_module_leaves_no_refusal_o
         assert {*vars(module)} == before
 
 
-def test_swap_directory_whose_making_is_interrupted_leaves_nothing_open(tmp_path: Path) -> None:
+def _make_files(folder: Path, undo: Undo) -> None:
+    share = ActivationShare(mode="nvme", device=torch.device("cpu"), num_directories=1)
+    activations_for(share, 1 << 30, [str(folder)], Timeline(), undo=undo)
+
+
+def _make_thread(_: Path, undo: Undo) -> None:
+    nothing: Any = None
+    UpdatePipeline(nothing, nothing, undo)
+
+
+@pytest.mark.parametrize("make", [_make_files, _make_thread])
+def test_what_is_interrupted_while_it_is_made_leaves_nothing(
+    make: Callable[[Path, Undo], None], tmp_path: Path
+) -> None:
     """A file that was never closed would be a ResourceWarning, and so an error here."""
-    with Engine("posix") as engine:
 
-        def make(number: int | None) -> Lines:
-            with Undo() as undo:
-                return interrupt(lambda: SwapDirectory(tmp_path, engine, undo), number)
+    def attempt(number: int | None) -> Lines:
+        with Undo() as undo:
+            return interrupt(lambda: make(tmp_path, undo), number)
 
-        total = make(None).seen
-        before = Leftovers.of(tmp_path)
-        for number in range(total):
-            line = make(number).line
-            gc.collect()
-            assert Leftovers.of(tmp_path) == before, line
+    total = attempt(None).seen
+    before = Remains.of(tmp_path)
+    for number in range(max(0, total - NUM_LAST), total):
+        line = attempt(number).line
+        assert Remains.of(tmp_path, wanted=before) == before, line
 
 
 @pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")
