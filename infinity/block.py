@@ -91,7 +91,10 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
             _entered[id(self)] = self
             return offloaded
         except BaseException as error:
-            self._end(type(error), error, error.__traceback__)
+            try:
+                self._leave(type(error), error, error.__traceback__)
+            finally:  # should another interrupt have kept it from beginning
+                self._leave(type(error), error, error.__traceback__)
             raise
 
     def __exit__(
@@ -107,21 +110,13 @@ class OffloadBlock(AbstractContextManager[OffloadedModel]):
             self._is_refused = id(self) in _entered and is_amid(_LEAVING)
         finally:  # an interrupt that comes as that is asked refuses nothing
             if not self._is_refused:
-                self._end(kind, error, trace)
+                try:
+                    self._leave(kind, error, trace)
+                finally:  # should one have kept that from beginning
+                    self._leave(kind, error, trace)
         if self._is_refused:
             self._is_refused = False
             check_not_amid("the end of the offload block")
-
-    def _end(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._leave(kind, error, trace)
-        finally:
-            self._leave(kind, error, trace)  # should an interrupt have kept it from beginning
 
     def _leave(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import infinity
+import infinity.block
 from aio import Engine, sync_directory
 from infinity.activations.tiers import ActivationShare, activations_for
 from infinity.autograd.refusals import refuse_script
@@ -23,6 +24,7 @@ from tests.support.interrupts import (
     Lines,
     Remains,
     interrupt,
+    interrupt_at_call,
     interrupt_at_instruction,
     sampled,
 )
@@ -97,6 +99,25 @@ def test_what_is_interrupted_while_it_is_made_leaves_nothing(
     for number in range(max(0, total - NUM_LAST), total):
         line = attempt(number).line
         assert Remains.of(tmp_path, wanted=before) == before, line
+
+
+def test_interrupt_as_a_block_begins_to_be_left_does_not_keep_it_open(tmp_path: Path) -> None:
+    """But for one before the first statement of leaving, where no Python can catch it."""
+
+    def leave(number: int | None) -> tuple[Lines, nn.Module, infinity.block.OffloadBlock]:
+        model = nn.Linear(2, 2)
+        block = infinity.offload(model, tmp_path, host_memory="64MiB")
+        block.__enter__()
+        where = (infinity.block.__file__,)
+        lines = interrupt_at_call(lambda: block.__exit__(None, None, None), number, where)
+        return lines, model, block
+
+    for number in range(leave(None)[0].seen):
+        lines, model, block = leave(number)
+        is_left = [type(p) for p in model.parameters()] == [nn.Parameter] * 2
+        block.__exit__(None, None, None)
+        assert lines.line
+        assert is_left, lines.line
 
 
 @pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")

@@ -32,7 +32,8 @@ _END_SECONDS = 10.0
 Nothing tells of those ends, so they are looked for again and again.
 """
 _PARTS = (
-    *("infinity/offloading.py", "infinity/restoring.py", "infinity/snapshots/"),
+    *("infinity/block.py", "infinity/offloading.py", "infinity/restoring.py"),
+    "infinity/snapshots/",
     *("checkpoint/saving/", "checkpoint/sheltered.py", "aio/process/threads.py"),
     *("aio/_core.py", "aio/engine.py", "aio/operation.py", "aio/files.py"),
     *("swap/interruptions/", "swap/snapshots/", "swap/storage/", "swap/tiered.py", "swap/update/"),
