@@ -182,9 +182,10 @@ class OffloadedModel:
         only_trainable: bool = False,
         snapshot: str | None = None,
     ) -> Any:
-        """Save weights, masters, moments, steps, buffers, extra state of modules, loss scale and
-        torch's random state (CPU and CUDA) at ``path``. Gradients are not saved; a warning says
-        where there are any.
+        """Save weights, masters, moments, steps, buffers, extra state of modules (and what those
+        without parameters write into state dicts by themselves), loss scale and torch's random
+        state (CPU and CUDA) at ``path``. Gradients are not saved; a warning says where there are
+        any.
 
         ``extra`` is any state tree, each rank's own; ``load`` returns it. What else training goes
         on from belongs there: ``random.getstate()``, ``numpy.random.get_state()``, schedulers, the

@@ -8,9 +8,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -47,6 +49,8 @@ _TABLES = (
 _MARKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 """What they note of some, by that number."""
 _OF_FORWARD = _TABLES[:2]
+_OF_INSTANCES = ("_apply", "__prepare_scriptable__")
+"""What stands before a method of the class of a module, or of a copy of one."""
 _OWN, _OF_MODELS = Path(__file__).parents[1], "tiled_linear"
 _PARTS = (part.name for part in iter_modules([_OWN]) if part.name != "tiling")
 _OF_TILES = (part.name for part in iter_modules([_OWN / "tiling"]) if part.name != _OF_MODELS)
@@ -93,6 +97,8 @@ class ModelHooks:
         }
         self._blocks: _Indices = {}
         """By what is called of a compiled block: the parameters of all modules in it."""
+        self._copies: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+        """Of modules without parameters, by identity: they have our hooks, too."""
         self._names = NamesOfModules(model)
 
     def attach(self, undo: Undo) -> None:
@@ -113,10 +119,12 @@ class ModelHooks:
     def _detach(self) -> None:
         """Idempotent. By what modules have, not by handles: an interrupt may have taken one."""
         self._names.__exit__()
-        for module, _ in (*self._own.values(), *self._blocks.values()):
+        hooked = (module for module, _ in (*self._own.values(), *self._blocks.values()))
+        for module in (*hooked, *self._copies.values()):
             BlockCall.take_off(module)
             self._unhook(module, _TABLES)
-            module.__dict__.pop("_apply", None)
+            for name in _OF_INSTANCES:
+                module.__dict__.pop(name, None)
         self._end_autocast()  # of a pass that an interrupt ended
 
     def _unhook(self, module: nn.Module, tables: Sequence[str]) -> None:
@@ -157,20 +165,26 @@ class ModelHooks:
         for the dtype and the device that the module has changes nothing and is let through.
         """
 
-        def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-            for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
-                _check_unchanged(fn, tensor)
-            return module
-
-        module._apply = apply  # type: ignore[method-assign]
+        module._apply = partial(_unchanged, module)  # type: ignore[method-assign]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise cannot_be_copied()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
+        """A module is being copied, which is in ``memo`` with its copy by now. Of those that have
+        parameters copies are refused.
+        """
+        if any(id(record.parameter) in memo for record in self._records):
+            raise cannot_be_copied()
+        for known in (*self._own, *self._copies):
+            if known in memo:
+                self._copies[id(memo[known])] = memo[known]
+        return self
+
     def _check(self, module: nn.Module) -> list[int]:
         """The module's own parameters. Raises ``RuntimeError`` for a call that cannot be."""
         known = self._blocks.get(id(module), self._own.get(id(module)))
-        if known is None:
+        if known is None and id(module) not in self._copies:
             raise RuntimeError(
                 f"a copy of an offloaded {type(module).__name__} was called (DataParallel makes "
                 "some), which has no weights; call the model itself"
@@ -179,7 +193,7 @@ class ModelHooks:
         check_call(type(module).__name__)  # a layer may be compiled by itself
         check_not_transformed(type(module).__name__)
         check_not_moving(f"the {type(module).__name__}")
-        return known[1]
+        return [] if known is None else known[1]
 
     def _check_process(self, module: nn.Module) -> None:
         """Raises ``RuntimeError`` in a forked child, before anything is waited for: another thread
@@ -269,6 +283,14 @@ class ModelHooks:
     def _all_of(self, module: nn.Module) -> set[int]:
         found = (self._own.get(id(inner)) for inner in module.modules())
         return {index for known in found if known is not None for index in known[1]}
+
+
+def _unchanged(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        _check_unchanged(fn, tensor)
+    return module
 
 
 def _check_unchanged(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:

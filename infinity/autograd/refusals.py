@@ -50,7 +50,7 @@ def check_model(model: nn.Module) -> None:
         for kind in type(module).__mro__:
             if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
                 raise ValueError(f"{what} cannot be offloaded: {_WRAPPERS[kind.__name__]}")
-        if hasattr(module, "_hf_hook"):
+        if "_hf_hook" in vars(module):  # what else modules have is whatever ``__getattr__`` gives
             raise ValueError(
                 f"{what} has a hook of accelerate that moves its weights (from device_map= or "
                 "cpu_offload); load the model without device_map, or call "
@@ -222,7 +222,9 @@ class WatchedParameters(dict[str, Any]):
         return f"parameter {name!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise cannot_be_copied()
+        if self._tiled or self._parametrized or any(p is not None for p in dict.values(self)):
+            raise cannot_be_copied()
+        return dict, (dict(dict.items(self)),)  # a norm without weights, which has names for them
 
 
 class Watched:

@@ -249,7 +249,7 @@ def _least_bytes(model: nn.Module, sizes: dict[int, int]) -> int:
         for parameter in module.parameters()
     }
     compiled = {
-        block: _weight_bytes(block, sizes, recurse=True) for block in compiled_blocks(model)
+        id(block): _weight_bytes(block, sizes, recurse=True) for block in compiled_blocks(model)
     }
     blocks = [_block_bytes(block, sizes, fleeting) + largest for block in _blocks(model)]
     block_bytes = max([*blocks, *(nbytes + largest for nbytes in compiled.values())], default=0)
@@ -265,14 +265,14 @@ def _block_bytes(block: nn.Module, sizes: dict[int, int], fleeting: Set[int]) ->
     return sum(nbytes for key, nbytes in held.items() if key not in fleeting) + gap
 
 
-def _nested_bytes(module: nn.Module, sizes: dict[int, int], known: dict[nn.Module, int]) -> int:
+def _nested_bytes(module: nn.Module, sizes: dict[int, int], known: dict[int, int]) -> int:
     """Those of ``module`` and of the modules within one another in it that have the most; of some
-    they are ``known``.
+    they are ``known``, by identity.
     """
-    if module not in known:
+    if id(module) not in known:
         inner = (_nested_bytes(child, sizes, known) for child in module.children())
-        known[module] = _weight_bytes(module, sizes, recurse=False) + max(inner, default=0)
-    return known[module]
+        known[id(module)] = _weight_bytes(module, sizes, recurse=False) + max(inner, default=0)
+    return known[id(module)]
 
 
 def _weight_bytes(module: nn.Module, sizes: dict[int, int], *, recurse: bool) -> int:
@@ -302,7 +302,7 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def _is_fleeting(module: nn.Module) -> bool:
-    return getattr(module, "has_fleeting_weights", False)
+    return getattr(type(module), "has_fleeting_weights", False)
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

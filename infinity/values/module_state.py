@@ -1,5 +1,5 @@
 """What modules hold beside parameters: persistent buffers, and what ``get_extra_state`` gives, by
-the names that a state dict has for them.
+the names that a state dict has for them; and what else a module without parameters puts into that.
 
 A buffer may be None, and become a tensor in a forward pass; a checkpoint says which are.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,11 @@ import checkpoint
 
 logger = logging.getLogger(__name__)
 Buffers = dict[str, torch.Tensor | None]
+
+_WRITTEN = "#written"
+"""Ends the name of what a module writes by itself, which no model has to have: metrics have it or
+not as they are told.
+"""
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -47,8 +53,10 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor | None) -> None:
 
 
 def module_states(model: nn.Module) -> dict[str, Any]:
-    """What every module with a ``get_extra_state`` gives."""
-    return {name: module.get_extra_state() for name, module in _with_state(model)}
+    """What every module with a ``get_extra_state`` gives, and what others write by themselves."""
+    states = {name: module.get_extra_state() for name, module in _with_state(model)}
+    written = {name: _written_by(module) for name, module in _writing(model)}
+    return states | {name: state for name, state in written.items() if state}
 
 
 def set_module_states(model: nn.Module, states: Mapping[str, Any]) -> None:
@@ -56,6 +64,9 @@ def set_module_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     for name, module in _with_state(model):
         if name in states:
             module.set_extra_state(states[name])
+    for name, module in _writing(model):
+        if name in states:
+            module._load_from_state_dict({**states[name]}, "", {}, False, [], [], [])
 
 
 def saved_buffers(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, bool]:
@@ -101,7 +112,7 @@ def check_modules(
     if states is None:
         _warn_of(ours, path)
         return
-    for name in {*ours, *states}:
+    for name in {*ours, *(name for name in states if not name.endswith(_WRITTEN))}:
         if name not in states or name not in ours:
             one, other = (path, "the model") if name in states else ("the model", path)
             raise ValueError(f"{one} has {name}, what get_extra_state gives, and {other} has not")
@@ -157,3 +168,25 @@ def _with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
+
+
+def _writing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules without parameters that write a state dict in a way of their own, as metrics of
+    torchmetrics that are persistent do.
+    """
+    for prefix, module in model.named_modules():
+        kind = type(module)
+        is_own = kind.state_dict is not nn.Module.state_dict or (
+            kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        )
+        if is_own and next(module.parameters(), None) is None:
+            yield prefix + _WRITTEN, module
+
+
+def _written_by(module: nn.Module) -> dict[str, Any]:
+    """What is in no other place: no buffer, extra state or part of another module."""
+    known = {*module._buffers.keys() - module._non_persistent_buffers_set, "_extra_state"}
+    parts = tuple(f"{name}." for name in module._modules)
+    state: dict[str, Any] = OrderedDict()
+    module.state_dict(destination=state, prefix="", keep_vars=False)
+    return {k: v for k, v in state.items() if k not in known and not k.startswith(parts)}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
 import checkpoint
 import infinity
@@ -151,3 +152,44 @@ def test_save_between_backward_and_step_warns_of_the_gradients(
         model(torch.ones(1, WIDTH)).sum().backward()
         offloaded.save(tmp_path / "saved")
     assert "saved without the gradients that 2 parameters have accumulated" in caplog.text
+
+
+class _Measured(nn.Module):
+    """With a metric, whose state is in state dicts where it is ``kept``."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.metrics = MetricCollection({"mean": MeanMetric(), "each": CatMetric()})
+        self.metrics.persistent(kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        self.metrics.update(y.detach().mean())
+        return y
+
+
+@pytest.mark.parametrize("by", ["save", "snapshot"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_a_metric_writes_into_state_dicts_comes_back(
+    kept: bool, by: str, tmp_path: Path
+) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    model = seeded(lambda: _Measured(kept))
+    with infinity.offload(model, nvme) as offloaded:
+        for number in range(3):
+            _train(offloaded, number)
+        offloaded.save(tmp_path / "saved") if by == "save" else offloaded.snapshot("taken")
+        before = model.metrics.compute()
+    model = seeded(lambda: _Measured(True), 1)
+    with infinity.offload(model, nvme) as offloaded:
+        _train(offloaded, 9)
+        now = model.metrics.compute()
+        offloaded.load(tmp_path / "saved") if by == "save" else offloaded.restore("taken")
+        for metric in model.metrics.values():
+            metric._computed = None  # as after torch's own load_state_dict
+        after = model.metrics.compute()
+    expected = before if kept else now
+    assert after.keys() == expected.keys()
+    assert all(after[name].equal(expected[name]) for name in expected)

@@ -23,6 +23,7 @@ class _Noted:
         self.calls: list[Any] = []
         self.depth = 0
         self.gathered: set[int] = set()
+        self.copies: list[nn.Module] = []
 
     @property
     def is_computing(self) -> bool:
@@ -107,7 +108,9 @@ def hooked() -> Iterator[Hooked]:
         hooks.attach(undo)
         yield model, noted, ends
     assert _hooks_of(model) == before
-    assert "_apply" not in vars(model)
+    for module in (model, *noted.copies):
+        assert not vars(module).keys() & {"_apply", "__prepare_scriptable__"}
+    assert not sum(map(_hooks_of, noted.copies))
 
 
 def test_weights_are_in_from_before_each_forward_to_after_it(hooked: Hooked) -> None:
@@ -198,3 +201,14 @@ def test_a_module_whose_hash_changes_as_it_is_called_is_the_same_one(hooked: Hoo
         model.meter(torch.ones(1, 4))
     assert noted.calls.count(("in", [])) == 3
     assert len(ends) == 2
+
+
+def test_a_copy_of_a_module_without_parameters_works_and_keeps_no_hooks(hooked: Hooked) -> None:
+    model, noted, _ = hooked
+    meters = [copy.deepcopy(model.meter), copy.deepcopy(nn.ModuleList([model.meter]))[0]]
+    meters.append(copy.deepcopy(meters[0]))
+    for meter in meters:
+        assert meter(torch.ones(1, 4)).shape == (1, 4)
+        assert meter.float() is meter
+    assert noted.calls.count(("in", [])) == len(meters)
+    noted.copies += meters

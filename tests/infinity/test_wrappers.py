@@ -1,6 +1,9 @@
 """Wrappers of other libraries around or inside an offloaded model are refused by name."""
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +134,63 @@ def test_an_offloaded_model_is_refused_to_torch_jit(name: str, nvme: Path) -> No
     assert all(same_bits(value, before[key]) for key, value in values_of(model).items())
     for make_jit in (_traced, _scripted):
         assert torch.equal(make_jit(model)(torch.ones(2, 8)), model(torch.ones(2, 8)))
+
+
+class _Odd(nn.Module):
+    """Has whatever is asked for, as modules do that let ``__getattr__`` stand for a default, and
+    another hash each time.
+    """
+
+    hashes = count()
+
+    def __init__(self, what: object) -> None:
+        self.__dict__["what"] = [what]  # torch itself asks while it makes one
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def __hash__(self) -> int:
+        return next(self.hashes)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            return self.__dict__["what"][0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x))
+        return result
+
+
+@pytest.mark.parametrize("what", [None, print, {}])
+def test_a_module_that_gives_whatever_is_asked_for_trains_as_another(
+    what: object, nvme: Path
+) -> None:
+    odd = seeded(lambda: _Odd(what))
+    plain = seeded(lambda: nn.Sequential(*_Odd(what).children()))
+    for model in (odd, plain):
+        with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+            model(torch.ones(2, 8)).sum().backward()
+            offloaded.step()
+    assert all(map(torch.equal, odd.parameters(), plain.parameters()))
+
+
+def test_a_norm_without_weights_is_copied_while_others_are_refused(nvme: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False))
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        model(torch.ones(2, 8)).sum().backward()
+        offloaded.step()
+        norm = copy.deepcopy(model[1])
+        model(torch.ones(2, 8))
+        for each in (model, model[0]):
+            with pytest.raises(RuntimeError, match="cannot be copied"):
+                copy.deepcopy(each)
+            with offloaded.gathered(), pytest.raises(RuntimeError, match="cannot be copied"):
+                copy.deepcopy(each)
+    assert norm.num_batches_tracked == 1
+    assert type(norm._parameters) is dict
+    assert norm(torch.ones(2, 8)).shape == (2, 8)
+    assert not norm._forward_hooks
+    pickle.dumps(norm)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torchmetrics import MeanMetric
+from torchmetrics.wrappers import MetricTracker
 
 from infinity.integrations.lightning import OffloadStrategy
 from tests.support.lit import BATCHES, KillIn, Lit, Run, fit, least_of
@@ -85,11 +86,17 @@ class Measured(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.mean, self.mean_of_validation = MeanMetric(), MeanMetric()
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracker.increment()  # appends a copy of its metric
 
     def loss_of(self, tokens: torch.Tensor) -> torch.Tensor:
         loss = super().loss_of(tokens)
         metric = self.mean if self.training else self.mean_of_validation
         self.seen.append(metric(loss).item())
+        if self.training:
+            self.seen.append(self.tracker(loss).item())
         self.log(f"mean, {self.training}", metric, on_epoch=True)
         return loss
 
