@@ -83,11 +83,7 @@ def check_files(folders: Folders, entry: Entry) -> None:
     """Raises ``AioError`` naming a swap file that a snapshot needs, and that is not there or too
     short.
     """
-    by_file: dict[str, list[FileRange]] = {}
-    for parts in entry.contents.ranges.values():
-        for part in parts:
-            by_file.setdefault(part.file, []).append(part)
-    for name, ranges in by_file.items():
+    for name, ranges in entry.contents.by_file.items():
         place = folders.file(name)
         if place is None:
             raise AioError(
@@ -96,7 +92,7 @@ def check_files(folders: Folders, entry: Entry) -> None:
                 errno=errno.ENOENT,
                 filename=f"{name}.swap",
             )
-        check_length(place[1], ranges)
+        check_length(place[1], place[1].stat().st_size, ranges)
 
 
 def alike(state: TieredState, contents: Contents) -> dict[int, int]:

@@ -18,7 +18,7 @@ from infinity.snapshots.entries import Entry, Point
 from infinity.snapshots.sources import contents_of, model_of, tree_of
 from infinity.values.persistence import TrainingState
 from swap.snapshots.contents import encode
-from swap.snapshots.folders import Folders
+from swap.snapshots.folders import Folders, check_length
 from swap.snapshots.sums import encode_sums
 from swap.storage.extents import Extent
 from swap.tiered import TieredState
@@ -93,8 +93,9 @@ def _sums(state: TieredState, extents: list[Extent]) -> dict[str, Any]:
 
 def keep_files(folders: Folders, state: TieredState, entry: Entry) -> None:
     """Let the swap files that a snapshot needs outlive the process, durably, with what was written
-    to them. Raises ``OSError``.
+    to them. Raises ``OSError``, also for one that somebody has cut short.
     """
+    needed = entry.contents.by_file
     files = [] if state.extents is None else state.extents.own_files(entry.pinned)
     folders.keep(file.path for file in files)
     for file in files:
@@ -103,6 +104,7 @@ def keep_files(folders: Folders, state: TieredState, entry: Entry) -> None:
         except AioError as error:
             advise(error, _UNSYNCED)
             raise
+        check_length(file.path, file.size(), needed.get(file.path.parent.name, ()))
 
 
 _UNSYNCED = (

@@ -61,6 +61,15 @@ class Contents:
         """Of the ranges."""
         return sum(part.nbytes for parts in self.ranges.values() for part in parts)
 
+    @property
+    def by_file(self) -> Mapping[str, Sequence[FileRange]]:
+        """The ranges, by the name of the swap file that they are in."""
+        found: dict[str, list[FileRange]] = {}
+        for parts in self.ranges.values():
+            for part in parts:
+                found.setdefault(part.file, []).append(part)
+        return found
+
     @cached_property
     def segments_of(self) -> Mapping[str, tuple[Segment, ...]]:
         """Of each parameter, in the order of its elements."""

@@ -48,6 +48,7 @@ class Folders:
 
     def __init__(self, roots: Sequence[str | os.PathLike[str]]) -> None:
         self._roots = [Path(root).absolute() for root in roots]
+        self._devices = [_device_of(root) for root in self._roots]
         self._lock: Descriptor | None = None
         self._place: tuple[Path, str] | None = None
         """The primary and the name of the store, once it is locked."""
@@ -82,6 +83,8 @@ class Folders:
         Raises ``BlockingIOError`` where another block has them, and ``OSError`` for a directory in
         which they cannot be.
         """
+        if make:
+            self._check_there()
         deadline = time.monotonic() + (_TURN_SECONDS if waits else 0.0)
         while self._lock is None:
             place = self._find()
@@ -100,6 +103,7 @@ class Folders:
 
     def keep(self, swap_files: Iterable[Path]) -> None:
         """Let swap files outlive their folders, durably. Raises ``OSError``."""
+        self._check_there()
         if not self._is_durable:  # who made it may have been killed before it was
             sync_directory(_folder(*self._held))
             self._is_durable = True
@@ -115,13 +119,7 @@ class Folders:
                     _make_folder(folder)
                     os.link(path, kept, follow_symlinks=False)
             except FileNotFoundError as error:
-                raise FileNotFoundError(
-                    error.errno,
-                    "the swap file has no name any more (its directory was removed, moved or "
-                    "unmounted), and a snapshot gives it a second one; training can go on with "
-                    "what is open: use offloaded.save to another place",
-                    str(path),
-                ) from error
+                raise _gone(path) from error
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -133,6 +131,22 @@ class Folders:
                     str(kept),
                 ) from error
             sync_directory(folder)
+
+    def _check_there(self) -> None:
+        """Raises ``FileNotFoundError`` where a directory, or the folder in it, is not what it was:
+        a snapshot in what has its name now would be lost with it, or not be found beside the rest.
+        """
+        for root, device in zip(self._roots, self._devices, strict=True):
+            if device is not None and _device_of(root) != device:
+                raise _gone(root)
+        if self._lock is not None:
+            path = _folder(*self._held) / _LOCK
+            try:
+                is_same = os.path.samestat(path.lstat(), os.fstat(self._lock.number))
+            except (FileNotFoundError, NotADirectoryError):
+                is_same = False
+            if not is_same:
+                raise _gone(path)
 
     def file(self, name: str) -> tuple[int, Path] | None:
         """(number of the directory, path) of the kept swap file of that name, if it is there."""
@@ -325,6 +339,24 @@ def _punch_others(path: Path, needed: Sequence[FileRange]) -> None:
             at = max(at, offset + nbytes)
 
 
+def _device_of(root: Path) -> int | None:
+    """The number of the file system that it is on; None where there is no such directory."""
+    try:
+        return root.stat().st_dev
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _gone(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        errno.ENOENT,
+        "gone, or another one now (its directory was removed, moved or unmounted), and a snapshot "
+        "cannot be kept there; training can go on with what is open: use offloaded.save to another "
+        "place",
+        str(path),
+    )
+
+
 def _in_use(folder: Path) -> BlockingIOError:
     return BlockingIOError(
         errno.EAGAIN,
@@ -334,10 +366,9 @@ def _in_use(folder: Path) -> BlockingIOError:
     )
 
 
-def check_length(path: Path, ranges: Iterable[FileRange]) -> None:
-    """Raises ``AioError`` for a file that ends before what a snapshot has in it."""
+def check_length(path: Path, size: int, ranges: Iterable[FileRange]) -> None:
+    """Raises ``AioError`` for a file of ``size`` bytes that ends before what is in it."""
     end = max((part.offset + part.nbytes for part in ranges), default=0)
-    size = path.stat().st_size
     if size < end:
         raise AioError(
             f"{path} has {size} bytes, and a snapshot needs the first {end}: the file is damaged",

@@ -229,6 +229,25 @@ def test_training_goes_on_where_the_swap_directory_is_gone(
     assert list(disks[0].iterdir()) == []
 
 
+@pytest.mark.parametrize("how", [name for name in GONE if name != "reclaimed by another process"])
+def test_later_snapshot_of_state_in_memory_is_refused_where_the_directory_is_gone(
+    how: str, disks: list[Path], tmp_path: Path
+) -> None:
+    """No swap file is there to be missed, and what has its name now is not where the first is."""
+    with _block(seeded(Net), disks, WHOLE) as offloaded:
+        _train(offloaded, 0, SAVED)
+        offloaded.snapshot("last")
+        GONE[how](disks[0])
+        before = {*tmp_path.rglob("*")}
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError, match=r"offloaded\.save") as refused:
+                offloaded.snapshot("last")
+            assert str(disks[0]) in str(refused.value)
+        with pytest.raises(FileNotFoundError, match=r"offloaded\.save"):
+            offloaded.snapshot("last", block=False).result()
+    assert {*tmp_path.rglob("*")} <= before
+
+
 @pytest.mark.root
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_training_goes_on_where_the_file_system_is_unmounted(
@@ -244,6 +263,7 @@ def test_training_goes_on_where_the_file_system_is_unmounted(
             offloaded.save(tmp_path / "saved", extra=SAVED)
             with pytest.raises(FileNotFoundError, match=str(disks[1])):
                 offloaded.snapshot("last")
+            assert not any(disks[1].iterdir())
             _train(offloaded, SAVED, STEPS)
         assert same_values(values_of(model), undisturbed)
         assert [*disks[0].iterdir(), *disks[1].iterdir()] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ import torch
 
 import checkpoint
 import infinity
+from aio import AioError
 from infinity.model import training_of
 from infinity.snapshots import points
 from infinity.snapshots.sources import HostBytes
 from infinity.values.component_bytes import ComponentBytes
+from swap.storage.extents import ExtentStore
 from tests.support.early_reads import before_reads
 from tests.support.models import seeded
 from tests.support.snapshot_runs import (
@@ -353,21 +356,45 @@ def test_call_that_saves_behind_training_puts_no_weights_in_place(
 
 @pytest.mark.parametrize("block", [True, False])
 def test_snapshot_where_weights_cannot_be_read_is_taken(
-    block: bool, nvme: Path, least: int
+    block: bool, nvme: Path, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps what is in swap files, and does not read it."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AioError("unread", errno=errno.EIO, filename="state.swap")
+
     with _block(nvme, least) as offloaded:
         train(offloaded, 0, 2)
         before = everything(offloaded)
-        (file,) = nvme.rglob("*.swap")
-        content = file.read_bytes()
-        os.truncate(file, 0)
-        try:
-            taken = offloaded.snapshot("a", block=block)
-            if isinstance(taken, infinity.PendingSnapshot):
-                taken.result()
-        finally:
-            with file.open("r+b") as out:
-                out.write(content)
+        with monkeypatch.context() as patch:
+            patch.setattr(ExtentStore, "read", fail)
+            _take(offloaded, block=block)
         train(offloaded, 2, 3)
         _assert_kept(offloaded, before)
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_snapshot_of_a_swap_file_that_was_cut_short_is_refused(
+    block: bool, nvme: Path, least: int
+) -> None:
+    """It could not be restored, and one of that name that could stays."""
+    with _block(nvme, least) as offloaded:
+        train(offloaded, 0, 2)
+        _take(offloaded, block=True)
+        before = everything(offloaded)
+        train(offloaded, 2, 3)
+        later = everything(offloaded)
+        (file,) = nvme.glob(".infinity/*/state.swap")
+        content = file.read_bytes()
+        os.truncate(file, 4096)
+        with pytest.raises(AioError, match="has 4096 bytes, and a snapshot needs the first"):
+            _take(offloaded, block=block)
+        file.write_bytes(content)
+        assert_same(later, everything(offloaded))
+        _assert_kept(offloaded, before)
+
+
+def _take(offloaded: infinity.OffloadedModel, *, block: bool) -> None:
+    taken = offloaded.snapshot("a", block=block)
+    if isinstance(taken, infinity.PendingSnapshot):
+        taken.result()
