@@ -79,6 +79,27 @@ def set_module_states(model: nn.Module, states: Mapping[str, Any], device: torch
             _take(module, name.removesuffix(_WRITTEN), states[name], device)
 
 
+def states_within(model: nn.Module, values: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """What ``set_module_states`` takes of a state dict that torch made; and the names it has there.
+    It goes to the device that is computed on, as a module that moves there takes it along.
+    """
+    states = {name: values[name] for name, _ in _with_state(model) if name in values}
+    names = {*states}
+    versions: Mapping[str, Any] = getattr(values, "_metadata", {})
+    for name, module in _writing(model):
+        path = name.removesuffix(_WRITTEN)
+        prefix = f"{path}." if path else ""
+        own = [key for key in values if key.startswith(prefix)]
+        found = {key.removeprefix(prefix): key for key in own}
+        found = {key: found[key] for key in _apart(module, found)}
+        if found:
+            state = {key: values[whole] for key, whole in found.items()}
+            metadata = dict(versions.get(path, {}))
+            states[name] = {"state": state, "metadata": metadata, "on_device": [*state]}
+            names.update(found.values())
+    return states, names
+
+
 def saved_buffers(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, bool]:
     """The buffers of a checkpoint, and whether they were tensors. One that does not say has the
     name of every other tensor of the model.
@@ -194,20 +215,25 @@ def _writing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _written_by(module: nn.Module) -> dict[str, Any]:
-    """What is in no other place (no buffer, extra state or part of another module), the version of
-    the module that wrote it, and what of it was not on the CPU.
+    """What is in no other place, the version of the module that wrote it, and what of it was not on
+    the CPU.
     """
-    known = {*module._buffers.keys() - module._non_persistent_buffers_set, "_extra_state"}
-    parts = tuple(f"{name}." for name in module._modules)
     state = _StateDict()
     module.state_dict(destination=state, prefix="", keep_vars=False)
-    own = {k: v for k, v in state.items() if k not in known and not k.startswith(parts)}
+    own = {name: state[name] for name in _apart(module, state)}
     devices = {k: {x.device.type for x in _tensors(v)} for k, v in own.items()}
     return {
         "state": own,
         "metadata": dict(state._metadata.get("", {})),
         "on_device": [name for name, found in devices.items() if found - {"cpu", "meta"}],
     }
+
+
+def _apart(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of no buffer, extra state or part of another module."""
+    known = {*module._buffers.keys() - module._non_persistent_buffers_set, "_extra_state"}
+    parts = tuple(f"{name}." for name in module._modules)
+    return [name for name in names if name not in known and not name.startswith(parts)]
 
 
 def _take(module: nn.Module, name: str, told: Mapping[str, Any], device: torch.device) -> None:
