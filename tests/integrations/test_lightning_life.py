@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,24 @@ def test_what_modules_have_in_a_plain_checkpoint_beside_tensors_is_taken(
     plain = found(trainer_of(tmp_path, "auto", enable_checkpointing=False))
     assert plain[0] > 2
     assert found(_trainer(tmp_path, nvme, enable_checkpointing=False)) == plain
+
+
+def test_weights_alone_come_with_what_modules_have_beside_tensors(
+    nvme: Path, tmp_path: Path
+) -> None:
+    def found(kind: str, make: Callable[..., Trainer]) -> list[Any]:
+        saves = checkpoints(tmp_path / kind, save_weights_only=True)
+        trainer = make(callbacks=[saves], max_epochs=1, accumulate_grad_batches=1)
+        trained = seeded(_Counting)
+        torch.manual_seed(3)
+        trainer.fit(trained, loader(0, 4), loader(5, 4))
+        path, module = tmp_path / kind / "epoch=0.ckpt", _Counting()
+        make(enable_checkpointing=False).test(module, loader(6, 4), ckpt_path=path, verbose=False)
+        return [module.count, module.mean.compute(), *module.each.compute()]
+
+    plain = found("plain", partial(trainer_of, tmp_path, "auto"))
+    assert plain[0] == 6
+    assert found("ours", partial(_trainer, tmp_path, nvme)) == plain
 
 
 def test_an_error_in_training_leaves_the_module_with_its_values(nvme: Path, tmp_path: Path) -> None:
