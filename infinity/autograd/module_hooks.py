@@ -120,7 +120,7 @@ class ModelHooks:
         """Idempotent. By what modules have, not by handles: an interrupt may have taken one."""
         self._names.__exit__()
         hooked = (module for module, _ in (*self._own.values(), *self._blocks.values()))
-        for module in (*hooked, *self._copies.values()):
+        for module in (*hooked, *self._living_copies()):
             BlockCall.take_off(module)
             self._unhook(module, _TABLES)
             for name in _OF_INSTANCES:
@@ -129,7 +129,7 @@ class ModelHooks:
 
     def _unhook(self, module: nn.Module, tables: Sequence[str]) -> None:
         for table in tables:
-            hooks = getattr(module, table)
+            hooks = vars(module).get(table, {})  # a copy has none whose making has failed
             for number, hook in list(hooks.items()):
                 if getattr(getattr(hook, "hook", hook), "__self__", None) is self:
                     for marks in _MARKS:
@@ -176,10 +176,15 @@ class ModelHooks:
         """
         if any(id(record.parameter) in memo for record in self._records):
             raise cannot_be_copied()
-        for known in (*self._own, *self._copies):
+        for known in (*self._own, *map(id, self._living_copies())):
             if known in memo:
                 self._copies[id(memo[known])] = memo[known]
         return self
+
+    def _living_copies(self) -> list[nn.Module]:
+        """Other threads may make some meanwhile."""
+        found = (reference() for reference in self._copies.valuerefs())
+        return [copied for copied in found if copied is not None]
 
     def _check(self, module: nn.Module) -> list[int]:
         """The module's own parameters. Raises ``RuntimeError`` for a call that cannot be."""

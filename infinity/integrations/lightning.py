@@ -30,6 +30,8 @@ from infinity.integrations import published
 from infinity.integrations.lightning_signals import SignalsBetweenSteps
 from infinity.integrations.state_dicts import OffloadedStateDict, WeightsOfFolder, set_values
 from infinity.integrations.takeover import OffloadOptions, enter_offload, redirect
+from infinity.model import training_of
+from infinity.values.module_state import module_states, set_module_states
 
 if TYPE_CHECKING:
     _Base: Any = object
@@ -42,6 +44,8 @@ STATE = "infinity"
 """What ``offloaded.save`` wrote."""
 WEIGHTS = "weights"
 """In its place what ``offloaded.export`` wrote, where weights alone are kept."""
+_MODULES = "module_states"
+"""Among what Lightning keeps then: what state dicts hold beside weights and buffers."""
 
 
 class OffloadStrategy(_Base):  # type: ignore[misc]
@@ -201,6 +205,8 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
                 "state_dict of the checkpoint was replaced by a callback or on_save_checkpoint; "
                 "leave it, the weights are streamed to disk"
             )
+        if "optimizer_states" not in rest:
+            rest[_MODULES] = module_states(self.offloaded.model)
         final = _local(filepath)
         if final.is_dir() and not (final / REST).is_file():
             what = "a folder that is no checkpoint is not replaced by one; give another path"
@@ -250,6 +256,8 @@ class OffloadStrategy(_Base):  # type: ignore[misc]
             self._load_state(folder / STATE)
         else:
             set_values(self.offloaded, WeightsOfFolder(folder / WEIGHTS), strict=strict)
+            device = training_of(self.offloaded).state.device
+            set_module_states(self.offloaded.model, checkpoint.get(_MODULES, {}), device)
 
     def _load_state(self, saved: Path) -> None:
         """Torch's random state is that of the checkpoint where ``fit`` goes on, as it was where

@@ -15,7 +15,7 @@ import infinity
 from infinity.model import training_of
 from infinity.values.checkpoint_tensors import CheckpointTensor, checkpoint_tensors_of
 from infinity.values.initial.weight_files import WeightFolder
-from infinity.values.module_state import persistent_buffers
+from infinity.values.module_state import persistent_buffers, set_module_states, states_within
 from swap.interruptions.mixture import Scope
 
 
@@ -89,8 +89,8 @@ def replacing(
 def set_values(
     offloaded: infinity.OffloadedModel, values: Mapping[str, torch.Tensor], *, strict: bool
 ) -> None:
-    """Give weights and buffers the values of the same names, one parameter at a time. Moments and
-    step counts stay.
+    """Give weights, buffers and what else modules have in state dicts the values of the same names,
+    one parameter at a time. Moments and step counts stay.
 
     Raises ``ValueError`` naming a tensor of another shape, and where ``strict`` one that either
     side has not, before any is set.
@@ -100,8 +100,9 @@ def set_values(
     buffers = persistent_buffers(training.model)
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    states, told = states_within(training.model, values)
     if strict:
-        _check_names(training.model, shapes, values)
+        _check_names(training.model, shapes, [name for name in values if name not in told])
     given = values.keys() & shapes.keys()
     for name in sorted(given):
         if tuple(values[name].shape) != shapes[name]:
@@ -115,6 +116,7 @@ def set_values(
         for name, buffer in buffers.items():
             if name in given:
                 buffer.copy_(values[name])
+    set_module_states(training.model, states, training.state.device)
 
 
 def _set(offloaded: infinity.OffloadedModel, leaf: CheckpointTensor, values: torch.Tensor) -> None:

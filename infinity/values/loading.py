@@ -89,7 +89,7 @@ def load(
             saved, extra, states = _of_one_save(
                 training, path, partial(_replace, training, path, read, fits, change, begin, then)
             )
-        _set_module_states(training, saved, states)
+        _set_states(training, saved, states)
     return extra
 
 
@@ -125,7 +125,7 @@ def load_from(
     with state.changing:
         with state.mixture.changing(f"loading {path}") as change:
             saved, extra, states = _replace(training, path, read, fits, change, begin, then)
-        _set_module_states(training, saved, states)
+        _set_states(training, saved, states)
     return extra
 
 
@@ -174,11 +174,10 @@ def _scope(training: TrainingState, saved: Mapping[str, Any]) -> Scope:
     return Scope(frozenset(there), frozenset(record.index for record in training.records))
 
 
-def _set_module_states(
-    training: TrainingState, saved: Mapping[str, Any], states: dict[str, Any]
-) -> None:
+def _set_states(training: TrainingState, saved: Mapping[str, Any], states: dict[str, Any]) -> None:
+    give = partial(set_module_states, training.model, states, training.state.device)
     try:
-        apart(training.rank_context.coordinator, lambda: set_module_states(training.model, states))
+        apart(training.rank_context.coordinator, give)
     finally:  # which may have drawn random numbers
         restore_random(training.rank_context.rank, training.state.device, saved)
 

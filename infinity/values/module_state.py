@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import checkpoint
 
@@ -24,6 +26,14 @@ _WRITTEN = "#written"
 """Ends the name of what a module writes by itself, which no model has to have: metrics have it or
 not as they are told.
 """
+
+
+class _StateDict(OrderedDict[str, Any]):
+    """As torch makes one, with the versions of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._metadata: dict[str, dict[str, Any]] = {}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -56,17 +66,38 @@ def module_states(model: nn.Module) -> dict[str, Any]:
     """What every module with a ``get_extra_state`` gives, and what others write by themselves."""
     states = {name: module.get_extra_state() for name, module in _with_state(model)}
     written = {name: _written_by(module) for name, module in _writing(model)}
-    return states | {name: state for name, state in written.items() if state}
+    return states | {name: told for name, told in written.items() if told["state"]}
 
 
-def set_module_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Undo ``module_states``."""
+def set_module_states(model: nn.Module, states: Mapping[str, Any], device: torch.device) -> None:
+    """Undo ``module_states``, on the ``device`` that is computed on."""
     for name, module in _with_state(model):
         if name in states:
             module.set_extra_state(states[name])
     for name, module in _writing(model):
-        if name in states:
-            module._load_from_state_dict({**states[name]}, "", {}, False, [], [], [])
+        if states.get(name):
+            _take(module, name.removesuffix(_WRITTEN), states[name], device)
+
+
+def states_within(model: nn.Module, values: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """What ``set_module_states`` takes of a state dict that torch made; and the names it has there.
+    It goes to the device that is computed on, as a module that moves there takes it along.
+    """
+    states = {name: values[name] for name, _ in _with_state(model) if name in values}
+    names = {*states}
+    versions: Mapping[str, Any] = getattr(values, "_metadata", {})
+    for name, module in _writing(model):
+        path = name.removesuffix(_WRITTEN)
+        prefix = f"{path}." if path else ""
+        own = [key for key in values if key.startswith(prefix)]
+        found = {key.removeprefix(prefix): key for key in own}
+        found = {key: found[key] for key in _apart(module, found)}
+        if found:
+            state = {key: values[whole] for key, whole in found.items()}
+            metadata = dict(versions.get(path, {}))
+            states[name] = {"state": state, "metadata": metadata, "on_device": [*state]}
+            names.update(found.values())
+    return states, names
 
 
 def saved_buffers(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, bool]:
@@ -172,21 +203,58 @@ def _with_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _writing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules without parameters that write a state dict in a way of their own, as metrics of
-    torchmetrics that are persistent do.
+    torchmetrics that are persistent do, or have hooks that do.
     """
     for prefix, module in model.named_modules():
         kind = type(module)
         is_own = kind.state_dict is not nn.Module.state_dict or (
             kind._save_to_state_dict is not nn.Module._save_to_state_dict
         )
-        if is_own and next(module.parameters(), None) is None:
+        if (is_own or module._state_dict_hooks) and next(module.parameters(), None) is None:
             yield prefix + _WRITTEN, module
 
 
 def _written_by(module: nn.Module) -> dict[str, Any]:
-    """What is in no other place: no buffer, extra state or part of another module."""
+    """What is in no other place, the version of the module that wrote it, and what of it was not on
+    the CPU.
+    """
+    state = _StateDict()
+    module.state_dict(destination=state, prefix="", keep_vars=False)
+    own = {name: state[name] for name in _apart(module, state)}
+    devices = {k: {x.device.type for x in _tensors(v)} for k, v in own.items()}
+    return {
+        "state": own,
+        "metadata": dict(state._metadata.get("", {})),
+        "on_device": [name for name, found in devices.items() if found - {"cpu", "meta"}],
+    }
+
+
+def _apart(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of no buffer, extra state or part of another module."""
     known = {*module._buffers.keys() - module._non_persistent_buffers_set, "_extra_state"}
     parts = tuple(f"{name}." for name in module._modules)
-    state: dict[str, Any] = OrderedDict()
-    module.state_dict(destination=state, prefix="", keep_vars=False)
-    return {k: v for k, v in state.items() if k not in known and not k.startswith(parts)}
+    return [name for name in names if name not in known and not name.startswith(parts)]
+
+
+def _take(module: nn.Module, name: str, told: Mapping[str, Any], device: torch.device) -> None:
+    """Let a module have what it wrote, as ``load_state_dict`` does: with its buffers, which have
+    their values by now. Raises ``ValueError`` for what it does not take.
+    """
+    state: OrderedDict[str, Any] = OrderedDict()
+    for own, buffer in module._buffers.items():
+        is_kept = own not in module._non_persistent_buffers_set
+        if is_kept and buffer is not None and not buffer.is_inference():
+            state[own] = buffer
+    for own, value in told["state"].items():
+        moves = own in told["on_device"]
+        state[own] = tree_map_only(torch.Tensor, lambda x: x.to(device), value) if moves else value
+    errors: list[str] = []
+    module._load_from_state_dict(state, "", {**told["metadata"]}, False, [], [], errors)
+    if errors:
+        raise ValueError(f"{name} does not take what was saved of it: {'; '.join(errors)}")
+    for hook in [*module._load_state_dict_post_hooks.values()]:
+        hook(module, _IncompatibleKeys([], []))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

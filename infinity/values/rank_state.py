@@ -60,6 +60,7 @@ def own_states(
         first = every[0]
         digests = every[coordinator.rank]
         mine = {name: p for name, p in parts.items() if digests[name] != first.get(name)}
+        mine.update({name: {} for name in first.keys() - digests.keys()})  # it is without
         packed: list[torch.Tensor | None] = []
 
         def packed_size() -> int:

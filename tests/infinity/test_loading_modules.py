@@ -12,6 +12,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
 import checkpoint
 import infinity
+from infinity.values.module_state import module_states, set_module_states
 from tests.support.models import seeded
 
 WIDTH = 144
@@ -193,3 +194,95 @@ def test_what_a_metric_writes_into_state_dicts_comes_back(
     expected = before if kept else now
     assert after.keys() == expected.keys()
     assert all(after[name].equal(expected[name]) for name in expected)
+
+
+class _Scale(nn.Module):
+    """Writes what it is told into state dicts, which of its first version was half of it."""
+
+    _version = 2
+    known: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("known", torch.ones(1))
+        self.scale, self.product = torch.ones(3), torch.ones(3)
+        self.register_load_state_dict_post_hook(lambda *_: self._multiply())
+
+    def _multiply(self) -> None:
+        self.product = self.scale * self.known
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = self.scale
+
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, strict: bool, *told: Any
+    ) -> None:
+        scale = state.pop(f"{prefix}scale") * (1 if metadata.get("version", 1) > 1 else 2)
+        if state[f"{prefix}known"] < 0 or scale.shape != self.scale.shape:
+            told[-1].append(f"{prefix}scale is of another shape")
+        else:
+            self.scale = scale
+        super()._load_from_state_dict(state, prefix, metadata, strict, *told)
+
+
+class _Hooked(nn.Module):
+    """Has hooks that do the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(3)
+        self.register_state_dict_post_hook(self._write)
+        self.register_load_state_dict_pre_hook(self._read)
+
+    @staticmethod
+    def _write(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}scale"] = module.scale
+
+    @staticmethod
+    def _read(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        module.scale = state.pop(f"{prefix}scale")
+
+
+@pytest.mark.parametrize("make", [_Scale, _Hooked])
+def test_what_a_module_writes_is_taken_as_by_load_state_dict(
+    make: type[Any], nvme: Path, tmp_path: Path
+) -> None:
+    saved, plain, ours = make(), make(), make()
+    saved.scale = torch.tensor([3.0, 4.0, 5.0])
+    plain.load_state_dict(saved.state_dict())
+    model = nn.Sequential(nn.Linear(8, 8), saved)
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "saved")
+    model = nn.Sequential(nn.Linear(8, 8), ours)
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        offloaded.load(tmp_path / "saved")
+    assert torch.equal(plain.scale, saved.scale)
+    for name in {"scale", "product"} & vars(plain).keys():
+        assert torch.equal(getattr(ours, name), getattr(plain, name))
+
+
+def test_what_a_module_does_not_take_of_what_it_wrote_is_told(nvme: Path, tmp_path: Path) -> None:
+    scale = _Scale()
+    model = nn.Sequential(nn.Linear(8, 8), scale)
+    with infinity.offload(model, nvme, host_memory="64MiB") as offloaded:
+        offloaded.save(tmp_path / "saved")
+        scale.scale = torch.ones(4)
+        with pytest.raises(ValueError, match="1 does not take what was saved of it: scale is of"):
+            offloaded.load(tmp_path / "saved")
+    assert scale.scale.shape == (4,)
+
+
+def test_what_a_module_wrote_is_given_on_the_device_that_it_was_on() -> None:
+    metric = MeanMetric()
+    metric.persistent(True)
+    model = nn.Sequential(metric)
+    states = module_states(model)
+    (told,) = states.values()
+    assert told["on_device"] == []
+    told["on_device"] = ["weight"]  # as where it was on a GPU
+    set_module_states(model, states, torch.device("meta"))
+    devices = {name: getattr(metric, name).device.type for name in told["state"]}
+    assert devices == {"mean_value": "cpu", "weight": "meta"}

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -194,3 +195,22 @@ def test_a_norm_without_weights_is_copied_while_others_are_refused(nvme: Path) -
     assert norm(torch.ones(2, 8)).shape == (2, 8)
     assert not norm._forward_hooks
     pickle.dumps(norm)
+
+
+class _Locked(nn.Module):
+    """Cannot be copied, whether it is offloaded or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_copy_that_fails_half_made_does_not_stop_the_end_of_the_block(nvme: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), _Locked(), nn.ReLU())
+    with infinity.offload(model, nvme):
+        with pytest.raises(TypeError, match="cannot pickle") as raised:
+            copy.deepcopy(model[1])
+        copied = copy.deepcopy(model[2])
+    assert raised.traceback  # which keeps what there is of the copy
+    assert not any(module._forward_hooks for module in (*model, copied))
+    pickle.dumps(copied)

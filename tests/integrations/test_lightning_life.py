@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins import AsyncCheckpointIO
+from torchmetrics import CatMetric, MeanMetric
 
 import checkpoint
 from infinity.integrations.lightning import STATE, OffloadStrategy
@@ -113,6 +115,63 @@ def test_weights_of_a_plain_checkpoint_are_taken_and_its_optimizer_is_refused(
     assert ours.test(Lit(), loader(6, 4), **options) == expected
     with pytest.raises(ValueError, match=r"optimizer that was kept in memory.*without ckpt_path"):
         fit(tmp_path / "ours", OffloadStrategy(nvme, host_memory=WHOLE), resume=path)
+
+
+class _Counting(Lit):
+    """With what state dicts hold beside tensors that are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.each = MeanMetric(), CatMetric()
+        self.mean.persistent(True)
+        self.each.persistent(True)
+        self.count = 0
+
+    def loss_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().loss_of(tokens)
+        self.mean.update(loss.detach())
+        self.each.update(loss.detach())
+        self.count += 1
+        return loss
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def test_what_modules_have_in_a_plain_checkpoint_beside_tensors_is_taken(
+    nvme: Path, tmp_path: Path
+) -> None:
+    def found(trainer: Trainer) -> list[Any]:
+        module = _Counting()
+        trainer.test(module, loader(6, 4), ckpt_path=path, verbose=False)
+        return [module.count, module.mean.compute(), *module.each.compute()]
+
+    fit(tmp_path / "plain", make=_Counting, max_epochs=1)
+    path = tmp_path / "plain" / "epoch=0.ckpt"
+    plain = found(trainer_of(tmp_path, "auto", enable_checkpointing=False))
+    assert plain[0] > 2
+    assert found(_trainer(tmp_path, nvme, enable_checkpointing=False)) == plain
+
+
+def test_weights_alone_come_with_what_modules_have_beside_tensors(
+    nvme: Path, tmp_path: Path
+) -> None:
+    def found(kind: str, make: Callable[..., Trainer]) -> list[Any]:
+        saves = checkpoints(tmp_path / kind, save_weights_only=True)
+        trainer = make(callbacks=[saves], max_epochs=1, accumulate_grad_batches=1)
+        trained = seeded(_Counting)
+        torch.manual_seed(3)
+        trainer.fit(trained, loader(0, 4), loader(5, 4))
+        path, module = tmp_path / kind / "epoch=0.ckpt", _Counting()
+        make(enable_checkpointing=False).test(module, loader(6, 4), ckpt_path=path, verbose=False)
+        return [module.count, module.mean.compute(), *module.each.compute()]
+
+    plain = found("plain", partial(trainer_of, tmp_path, "auto"))
+    assert plain[0] == 6
+    assert found("ours", partial(_trainer, tmp_path, nvme)) == plain
 
 
 def test_an_error_in_training_leaves_the_module_with_its_values(nvme: Path, tmp_path: Path) -> None:

@@ -83,6 +83,11 @@ def test_buffers_that_grew_on_one_rank_come_back_there_or_are_refused_first(tmp_
         assert told["then"] == ""
 
 
+def test_what_a_module_writes_on_one_rank_alone_comes_back_there_alone(tmp_path: Path) -> None:
+    every = run_ranks(rank_states.written, tmp_path, 2)
+    assert [told["told"] for told in every] == [[0, None, 0], [None, 1, 1]]
+
+
 @pytest.mark.proof
 def test_load_that_fails_on_one_rank_is_refused_on_all_until_one_has_worked(tmp_path: Path) -> None:
     for rank, told in enumerate(run_ranks(rank_states.stopped, tmp_path, 2)):

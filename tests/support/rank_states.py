@@ -162,3 +162,33 @@ def grown(rank: int, folder: Path) -> dict[str, Any]:
         batches = torch.Generator().manual_seed(rank)
         told["then"] = complaint(lambda: train(offloaded, model, batches))
     return told
+
+
+class _Told(nn.Module):
+    """Writes what it has been told into state dicts, and nothing before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: Any = None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        if self.told is not None:
+            destination[f"{prefix}told"] = self.told
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *_: Any) -> None:
+        self.told = state.get(f"{prefix}told")
+
+
+def written(rank: int, folder: Path) -> dict[str, Any]:
+    """Two modules are told something on rank 0 alone, and on rank 1 alone; a third on both."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1), *(_Told() for _ in range(3)))
+    told: list[Any] = [*model][1:]
+    with offload(model, folder, dist.group.WORLD) as offloaded:
+        told[rank].told = told[2].told = rank
+        offloaded.save(folder / "written")
+        for module in told:
+            module.told = None
+        offloaded.load(folder / "written")
+    return {"told": [module.told for module in told]}
