@@ -22,7 +22,7 @@ import checkpoint
 logger = logging.getLogger(__name__)
 Buffers = dict[str, torch.Tensor | None]
 
-_WRITTEN = "#written"
+WRITTEN = "#written"
 """Ends the name of what a module writes by itself, which no model has to have: metrics have it or
 not as they are told.
 """
@@ -76,7 +76,7 @@ def set_module_states(model: nn.Module, states: Mapping[str, Any], device: torch
             module.set_extra_state(states[name])
     for name, module in _writing(model):
         if states.get(name):
-            _take(module, name.removesuffix(_WRITTEN), states[name], device)
+            _take(module, name.removesuffix(WRITTEN), states[name], device)
 
 
 def states_within(model: nn.Module, values: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
@@ -87,7 +87,7 @@ def states_within(model: nn.Module, values: Mapping[str, Any]) -> tuple[dict[str
     names = {*states}
     versions: Mapping[str, Any] = getattr(values, "_metadata", {})
     for name, module in _writing(model):
-        path = name.removesuffix(_WRITTEN)
+        path = name.removesuffix(WRITTEN)
         prefix = f"{path}." if path else ""
         own = [key for key in values if key.startswith(prefix)]
         found = {key.removeprefix(prefix): key for key in own}
@@ -143,7 +143,7 @@ def check_modules(
     if states is None:
         _warn_of(ours, path)
         return
-    for name in {*ours, *(name for name in states if not name.endswith(_WRITTEN))}:
+    for name in {*ours, *(name for name in states if not name.endswith(WRITTEN))}:
         if name not in states or name not in ours:
             one, other = (path, "the model") if name in states else ("the model", path)
             raise ValueError(f"{one} has {name}, what get_extra_state gives, and {other} has not")
@@ -211,7 +211,7 @@ def _writing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             kind._save_to_state_dict is not nn.Module._save_to_state_dict
         )
         if (is_own or module._state_dict_hooks) and next(module.parameters(), None) is None:
-            yield prefix + _WRITTEN, module
+            yield prefix + WRITTEN, module
 
 
 def _written_by(module: nn.Module) -> dict[str, Any]:

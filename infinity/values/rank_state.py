@@ -27,7 +27,13 @@ from checkpoint.ranks.turn import Turn, in_turn
 from infinity.ranks.agreement import RankDifferenceError
 from infinity.ranks.context import RankContext
 from infinity.values.component_bytes import BytesOfRank
-from infinity.values.module_state import Buffers, buffers_of, module_states, set_buffer
+from infinity.values.module_state import (
+    WRITTEN,
+    Buffers,
+    buffers_of,
+    module_states,
+    set_buffer,
+)
 
 logger = logging.getLogger(__name__)
 _EXTRA = "extra"
@@ -60,7 +66,8 @@ def own_states(
         first = every[0]
         digests = every[coordinator.rank]
         mine = {name: p for name, p in parts.items() if digests[name] != first.get(name)}
-        mine.update({name: {} for name in first.keys() - digests.keys()})  # it is without
+        without = first.keys() - digests.keys()
+        mine.update({name: {} for name in without if name.endswith(WRITTEN)})
         packed: list[torch.Tensor | None] = []
 
         def packed_size() -> int:
