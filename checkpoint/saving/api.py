@@ -221,12 +221,13 @@ def start_save(
     after: Callable[[], None] | None = None,
     memory: KeptMemory | None = None,
     on_committed: Callable[[Manifest], None] | None = None,
+    on_begun: Callable[[PendingSave], None] = lambda _: None,
     when_read: Callable[[], None] = lambda: None,
     on_end: Callable[[BaseException | None], None] = lambda _: None,
 ) -> PendingSave:
     """`save_async`, with something to do on its thread `after` it has succeeded, and with `memory`
     for its copies that is kept for the next one. `on_committed` is given the manifest of a save by
-    one process. `when_read` and `on_end` are as in `Order`.
+    one process. `on_begun`, `when_read` and `on_end` are as in `Order`.
     """
     guard = request.guard
 
@@ -254,6 +255,7 @@ def start_save(
         gate=None if guard is None else partial(gate_of, guard),
         previous=request.previous,
         on_committed=on_committed,
+        on_begun=on_begun,
         when_read=when_read,
         on_end=on_end,
     )

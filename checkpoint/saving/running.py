@@ -52,10 +52,11 @@ class Order:
     thread of the save. A rank that does not begin, because it finds no thread or is interrupted,
     has an error for its `arrival`: see `accompanied`.
 
-    Of a save with a guard `when_read` is called on that thread when the tensors may change: the
-    save fails if it raises, and nothing is published before it has returned. `on_end` is called
-    there when a background save that had begun has ended, with its error if it has one, and before
-    anybody knows.
+    `on_begun` is given a background save on its thread, before its caller has it. Of a save with a
+    guard `when_read` is called on that thread when the tensors may change: the save fails if it
+    raises, and nothing is published before it has returned. `on_end` is called there when a
+    background save that had begun has ended, with its error if it has one, and before anybody
+    knows.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Order:
     gate: Callable[[], Gate] | None = None
     previous: PendingSave | None = None
     on_committed: Callable[[Manifest], None] | None = None
+    on_begun: Callable[[PendingSave], None] = lambda _: None
     when_read: Callable[[], None] = lambda: None
     on_end: Callable[[BaseException | None], None] = lambda _: None
 
@@ -145,6 +147,7 @@ def _outcome(
                 order.ranks, lambda: _take(order, plan, num_here, pending, turn)
             )
             if is_background:
+                order.on_begun(pending)
                 pending.begin()
             numbers = _write(order, plan, engine, snapshot, pending)
         outcome = SaveInfo(

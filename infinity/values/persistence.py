@@ -133,9 +133,8 @@ def save(training: TrainingState, path: str | os.PathLike[str], extra: Any, how:
         )
         if how.block:
             return save_on(request)
-        pending = start_save(replace(request, guard=training.optimizer))
-        training.saves.add(pending)
-        return pending
+        guarded = replace(request, guard=training.optimizer)
+        return start_save(guarded, on_begun=training.saves.add)
 
     # From within what tells the other ranks: an interrupt may come anywhere in it.
     return accompanied(

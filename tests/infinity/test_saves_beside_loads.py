@@ -10,7 +10,9 @@ from torch import nn
 
 import infinity
 from checkpoint import ChangedTensorError
-from infinity.values import loading
+from checkpoint.saving.api import start_save
+from infinity.model import training_of
+from infinity.values import loading, persistence
 from tests.support.adamw_model import backward, make_model
 from tests.support.training import least_budget, same_values, values_of
 
@@ -113,3 +115,30 @@ def test_what_is_saved_as_modules_are_given_their_state_has_all_of_it(tmp_path: 
         counting.count = 8
         offloaded.load(tmp_path / "beside")
     assert counting.count == 0
+
+
+def test_save_whose_caller_is_interrupted_as_it_has_begun_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changes values waits for it, and so does the end of the block."""
+
+    def interrupted(request: Any, **options: Any) -> None:
+        start_save(request, **options)
+        raise KeyboardInterrupt
+
+    model = make_model()
+    with infinity.offload(model, tmp_path, host_memory=least_budget(make_model, tmp_path)) as block:
+        block.save(tmp_path / "first")
+        backward(model, 0)
+        block.step()
+        with block.gathered():
+            expected = values_of(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(persistence, "start_save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                block.save(tmp_path / "second", block=False)
+        assert training_of(block).saves.waits()
+        block.load(tmp_path / "first")
+        block.load(tmp_path / "second")
+        with block.gathered():
+            assert same_values(values_of(model), expected)
